@@ -1,0 +1,118 @@
+"""The thread that runs every llama.cpp call of a session.
+
+The caller waits interruptibly: on KeyboardInterrupt the running evaluation is told to stop, and
+the exception goes on only when llama.cpp has returned, so nothing is freed under its feet.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from bmoe_lab.errors import SessionError
+
+__all__ = ["Worker"]
+
+T = TypeVar("T")
+
+
+class _Job:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.done = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+class Worker:
+    """Runs one job at a time on its own thread; callers take turns.
+
+    Parameters
+    ----------
+    name : str
+        Of the thread, as debuggers show it.
+    stop : callable
+        Called from the waiting thread when it is interrupted; must make the running job end soon.
+    """
+
+    def __init__(self, name: str, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.value = job.work()
+            except BaseException as error:  # handed to the caller, which raises it
+                job.error = error
+            finally:
+                job.done.set()
+            del job
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is this worker's own thread."""
+        return threading.current_thread() is self._thread
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` on the thread and return its result or raise its exception.
+
+        Raises
+        ------
+        SessionError
+            If the worker is closed, or `call` is used from inside a job.
+        KeyboardInterrupt
+            After the job has ended, if the waiting was interrupted.
+        """
+        if self.is_current:
+            raise SessionError(
+                "a session must not be used from inside its own run; got a call from a policy "
+                "or an observer. Use a second session."
+            )
+        with self._turn:
+            if self._closed:
+                raise SessionError("session must be open; got a closed one. Open a new Session.")
+            job = _Job(work)
+            self._jobs.put(job)
+            interrupted = self._wait(job)
+        if interrupted is not None:
+            raise interrupted
+        if job.error is not None:
+            raise job.error
+        value: T = job.value
+        return value
+
+    def _wait(self, job: _Job) -> KeyboardInterrupt | None:
+        interrupted: KeyboardInterrupt | None = None
+        while True:
+            try:
+                job.done.wait()
+            except KeyboardInterrupt as error:
+                interrupted = error
+                self._stop()
+                continue
+            return interrupted
+
+    def close(self, work: Callable[[], None]) -> None:
+        """Run `work` as the last job and end the thread; a second call does nothing."""
+        if self.is_current:
+            raise SessionError("a session must not be closed from inside its own run.")
+        with self._turn:
+            if self._closed:
+                return
+            self._closed = True
+            job = _Job(work)
+            self._jobs.put(job)
+            self._jobs.put(None)
+            interrupted = self._wait(job)
+            self._thread.join()
+        if job.error is not None:
+            raise job.error
+        if interrupted is not None:
+            raise interrupted
