@@ -1,0 +1,227 @@
+"""Least recently used: the victim is the key whose last use is longest ago."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from bmoe_lab.errors import PolicyError
+from bmoe_lab.kernels import compiled
+from bmoe_lab.residency.base import (
+    EVICTIONS,
+    GENERATION,
+    HIT,
+    MISS,
+    N_MISSING,
+    N_RESIDENT,
+    N_VICTIMS,
+    OWN,
+    RESIDENT_BYTES,
+    KernelState,
+    ResidencyPolicy,
+)
+
+__all__ = ["LRU"]
+
+Array = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+# A doubly linked list inside the table; -1 ends it at both sides.
+_NEWEST = OWN
+_OLDEST = OWN + 1
+_NEWER = 0  # row of the table: the next key towards the newest
+_OLDER = 1  # row of the table: the next key towards the oldest
+_STAMP = 2  # row of the table: 2 * generation of the last use, + 1 if it was a hit then
+
+
+@compiled
+def _unlink(key: int, header: IntArray, table: IntArray) -> None:
+    newer, older = table[_NEWER, key], table[_OLDER, key]
+    if newer >= 0:
+        table[_OLDER, newer] = older
+    else:
+        header[_NEWEST] = older
+    if older >= 0:
+        table[_NEWER, older] = newer
+    else:
+        header[_OLDEST] = newer
+
+
+@compiled
+def _push_newest(key: int, header: IntArray, table: IntArray) -> None:
+    newest = header[_NEWEST]
+    table[_NEWER, key] = -1
+    table[_OLDER, key] = newest
+    if newest >= 0:
+        table[_NEWER, newest] = key
+    else:
+        header[_OLDEST] = key
+    header[_NEWEST] = key
+
+
+@compiled
+def load_lru(
+    keys: IntArray,
+    key_bytes: IntArray,
+    budget: int,
+    header: IntArray,
+    table: IntArray,
+    resident: BoolArray,
+    out_residency: npt.NDArray[np.uint8],
+    out_first: BoolArray,
+    out_keys: IntArray,
+) -> int:
+    """Carry out one load; signature as in `ResidencyPolicy.kernel`."""
+    n_key = key_bytes.size
+    for row in range(keys.size):
+        if keys[row] < 0 or keys[row] >= n_key:
+            return row
+    header[GENERATION] += 1
+    stamp = 2 * header[GENERATION]
+    n_missing = 0
+    n_victims = 0
+    resident_bytes = header[RESIDENT_BYTES]
+    for row in range(keys.size):
+        key = keys[row]
+        out_first[row] = False
+        if table[_STAMP, key] >= stamp:
+            # A repeat: only its recency moves, and it is what it was at its first row.
+            out_residency[row] = HIT if table[_STAMP, key] & 1 else MISS
+            if header[_NEWEST] != key:
+                _unlink(key, header, table)
+                _push_newest(key, header, table)
+        elif resident[key]:
+            out_residency[row] = HIT
+            table[_STAMP, key] = stamp + 1
+            if header[_NEWEST] != key:
+                _unlink(key, header, table)
+                _push_newest(key, header, table)
+        else:
+            out_residency[row] = MISS
+            out_first[row] = True
+            table[_STAMP, key] = stamp
+            resident[key] = True
+            resident_bytes += key_bytes[key]
+            out_keys[0, n_missing] = key
+            n_missing += 1
+            _push_newest(key, header, table)
+    # Counting the missing keys as resident first and evicting then is the same as evicting
+    # before they are admitted: keys of this load are newest and never reached.
+    while resident_bytes > budget:
+        victim = header[_OLDEST]
+        if victim < 0 or table[_STAMP, victim] >= stamp:
+            break
+        _unlink(victim, header, table)
+        resident[victim] = False
+        resident_bytes -= key_bytes[victim]
+        out_keys[1, n_victims] = victim
+        n_victims += 1
+    header[RESIDENT_BYTES] = resident_bytes
+    header[N_RESIDENT] += n_missing - n_victims
+    header[EVICTIONS] += n_victims
+    header[N_MISSING] = n_missing
+    header[N_VICTIMS] = n_victims
+    return -1
+
+
+@compiled
+def forget_lru(
+    keys: IntArray, key_bytes: IntArray, header: IntArray, table: IntArray, resident: BoolArray
+) -> None:
+    """Take keys out; signature as in `ResidencyPolicy.forget_kernel`."""
+    for row in range(keys.size):
+        key = keys[row]
+        if 0 <= key < key_bytes.size and resident[key]:
+            _unlink(key, header, table)
+            resident[key] = False
+            header[RESIDENT_BYTES] -= key_bytes[key]
+            header[N_RESIDENT] -= 1
+
+
+@compiled
+def _order(header: IntArray, table: IntArray, out: IntArray) -> None:
+    key = header[_OLDEST]
+    for i in range(out.size):
+        out[i] = key
+        key = table[_NEWER, key]
+
+
+@compiled
+def _refill(
+    keys: IntArray, key_bytes: IntArray, header: IntArray, table: IntArray, resident: BoolArray
+) -> int:
+    for row in range(keys.size):
+        key = keys[row]
+        if key < 0 or key >= key_bytes.size or resident[key]:
+            return row
+        resident[key] = True
+        header[RESIDENT_BYTES] += key_bytes[key]
+        header[N_RESIDENT] += 1
+        _push_newest(key, header, table)
+    return -1
+
+
+class LRU(ResidencyPolicy):
+    """Evict the expert whose last use is longest ago, over all layers together.
+
+    Parameters
+    ----------
+    budget : int or str, optional
+        Bytes allowed, as a number or a size such as ``"2 GiB"``. Left out, the session or the
+        sweep decides.
+
+    Notes
+    -----
+    Sort key of the victims: position of the key's latest use in the stream of loads, token-major,
+    repeats included; smallest first. O(1) per row. Source: Mattson et al. 1970; the load rules
+    are those of BigMoeOnEdge's cache (see :mod:`bmoe_lab.residency.base`).
+
+    Examples
+    --------
+    >>> state = LRU().start(key_bytes=[10, 10, 10], budget_bytes=20)
+    >>> for keys in ([0, 1], [0], [2]):
+    ...     load = state.load(np.array(keys))
+    >>> load.missing, load.victims, state.resident_bytes
+    (array([2]), array([1]), 20)
+    """
+
+    name: ClassVar[str] = "lru"
+    kernel = staticmethod(load_lru)
+    forget_kernel = staticmethod(forget_lru)
+    n_table: ClassVar[int] = 3
+
+    def __init__(self, budget: int | str | None = None) -> None:
+        self.budget = budget
+
+    def prepare(self, state: KernelState) -> None:
+        """Empty the list."""
+        state._header[_NEWEST] = -1
+        state._header[_OLDEST] = -1
+
+    def dump(self, state: KernelState) -> dict[str, Array]:
+        """Return ``keys``: the resident keys, int64, longest unused first."""
+        keys = np.empty(state.n_resident, dtype=np.int64)
+        _order(state._header, state._table, keys)
+        return {"keys": keys}
+
+    def restore(self, state: KernelState, arrays: Mapping[str, Array]) -> None:
+        """Make ``keys`` resident, longest unused first.
+
+        Raises
+        ------
+        PolicyError
+            If ``keys`` is absent, has a key out of range, or a key twice.
+        """
+        if "keys" not in arrays:
+            raise PolicyError(f"a start state of LRU must hold 'keys'; got {sorted(arrays)}.")
+        keys = np.ascontiguousarray(arrays["keys"], dtype=np.int64)
+        bad_row = _refill(keys, state.key_bytes, state._header, state._table, state._resident)
+        if bad_row >= 0:
+            raise PolicyError(
+                f"keys of a start state must be distinct and lie in [0, {state.key_bytes.size}); "
+                f"got {int(keys[bad_row])} at entry {bad_row}."
+            )
