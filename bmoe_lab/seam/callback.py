@@ -30,8 +30,10 @@ PASS, CAPTURE, FILTER = 0, 1, 2
 # Words of the state that ``user_data`` points to.
 _MODE, _PYTHON, _TABLE, _MASK, _ABORT, _NODES, _CAPACITY, _COUNT, _MATMULS, _MATMUL_OP = range(10)
 _N_STATE = 10
-# Words of a table row: hash of (op, name), hops to the named ancestor, entry, enabled.
-_HASH, _HOPS, _ENTRY, _ENABLED = range(4)
+# Words of a table row: hash of (op, name), hops to the named ancestor, entry, enabled, and the
+# address of that node in the graph being evaluated.
+_HASH, _HOPS, _ENTRY, _ENABLED, _ADDRESS = range(5)
+_ROW = 5
 _MAX_HOPS = 4
 _MAX_NODES = 1 << 16
 
@@ -114,9 +116,13 @@ def _on_node(tensor: Any, ask: Any, user_data: Any) -> Any:
     if op >= 256 or (ops[op >> 6] >> (op & 63)) & 1 == 0:
         return np.uint8(0)
     rows = state[_MASK] + 1
-    table = carray(as_pointer(state[_TABLE] + 32), (rows, 4), dtype=np.int64)
+    table = carray(as_pointer(state[_TABLE] + 32), (rows, _ROW), dtype=np.int64)
     row = _find(address, op, table, state[_MASK])
-    if row < 0 or table[row, _ENABLED] == 0:
+    if row < 0:
+        return np.uint8(0)
+    if ask:
+        table[row, _ADDRESS] = address
+    if table[row, _ENABLED] == 0:
         return np.uint8(0)
     if not ask:
         _call(state[_PYTHON], tensor, table[row, _ENTRY])
@@ -192,8 +198,8 @@ class NodeFilter:
         while size < 4 * len(keys):
             size *= 2
         # One block: 4 words of op bits, then the table; the callback gets a single address.
-        self._memory = np.zeros(4 + size * 4, np.int64)
-        ops, table = self._memory[:4], self._memory[4:].reshape(size, 4)
+        self._memory = np.zeros(4 + size * _ROW, np.int64)
+        ops, table = self._memory[:4], self._memory[4:].reshape(size, _ROW)
         table[:, _ENTRY] = -1
         self._rows = np.zeros(len(keys), np.int64)
         probe = np.zeros(lib.TENSOR_BYTES, np.uint8)
@@ -210,7 +216,7 @@ class NodeFilter:
                 if table[row, _HASH] == hashed and table[row, _HOPS] == hops:
                     raise SeamError(f"node names must be told apart; got {name!r} twice.")
                 row = (row + 1) & (size - 1)
-            table[row] = hashed, hops, entry, 0
+            table[row] = hashed, hops, entry, 0, 0
             self._rows[entry] = row
         self._keys = list(keys)
         self._state[_MODE] = PASS
@@ -220,9 +226,17 @@ class NodeFilter:
 
     def enable(self, entries: list[int]) -> None:
         """Choose the entries for which Python is called; each costs a barrier per evaluation."""
-        table = self._memory[4:].reshape(-1, 4)
+        table = self._memory[4:].reshape(-1, _ROW)
         table[:, _ENABLED] = 0
         table[self._rows[np.asarray(entries, np.int64)], _ENABLED] = 1
+
+    def address(self, entry: int) -> int:
+        """Return the address of a known node in the graph being evaluated.
+
+        Nodes are offered in order, so inside the handler of one node every earlier one is known,
+        enabled or not.
+        """
+        return int(self._memory[4 + self._rows[entry] * _ROW + _ADDRESS])
 
     def begin(self, mode: int) -> None:
         """Prepare for one evaluation."""

@@ -57,16 +57,19 @@ def reset_peak() -> bool:
     return True
 
 
-_statm = -1
+#: Process id to descriptor of its statm file: in a forked child the parent's would still read
+#: the parent.
+_statm: dict[int, int] = {}
 
 
 def rss_bytes() -> float:
     """Return the resident bytes of this process now; NaN where unknown."""
-    global _statm
     try:
-        if _statm < 0:
-            _statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        return float(int(os.pread(_statm, 128, 0).split()[1]) * mmap.PAGESIZE)
+        descriptor = _statm.get(os.getpid())
+        if descriptor is None:
+            descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+            _statm[os.getpid()] = descriptor
+        return float(int(os.pread(descriptor, 128, 0).split()[1]) * mmap.PAGESIZE)
     except (OSError, IndexError, ValueError):
         return float("nan")
 

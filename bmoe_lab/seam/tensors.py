@@ -24,6 +24,7 @@ __all__ = [
     "describe",
     "gather_float",
     "gather_ids",
+    "gather_scores",
     "n_rows",
     "scatter_float",
     "scatter_ids",
@@ -131,6 +132,30 @@ def scatter_ids(tensor: int, ids: np.ndarray) -> None:
     for row in range(rows):
         for column in range(width):
             data[row * stride + column] = ids[row, column]
+
+
+@njit(cache=True, nogil=True)
+def gather_scores(tensor: int, hops: int, out: np.ndarray) -> None:
+    """Copy the rows of the float32 tensor that `tensor` was sorted from into `out`.
+
+    Parameters
+    ----------
+    tensor : int
+        Address of the ids node.
+    hops : int
+        ``src[0]`` steps from there to what was sorted.
+    out : ndarray
+        float32 of shape (row, expert).
+    """
+    words = carray(as_pointer(tensor), N_WORDS, dtype=np.int64)
+    for _ in range(hops):
+        words = carray(as_pointer(words[WORD_SRC]), N_WORDS, dtype=np.int64)
+    rows, width = out.shape
+    stride = words[WORD_NB + 1] // 4
+    data = carray(as_pointer(words[WORD_DATA]), (rows - 1) * stride + width, dtype=np.float32)
+    for row in range(rows):
+        for column in range(width):
+            out[row, column] = data[row * stride + column]
 
 
 @njit(cache=True, nogil=True)

@@ -47,6 +47,8 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if job.done.is_set():
+                continue  # queued twice by an interrupt that came at the wrong moment
             try:
                 job.value = job.work()
             except BaseException as error:  # handed to the caller, which raises it
@@ -79,8 +81,7 @@ class Worker:
             if self._closed:
                 raise SessionError("session must be open; got a closed one. Open a new Session.")
             job = _Job(work)
-            self._jobs.put(job)
-            interrupted = self._wait(job)
+            interrupted = self._finish(job)
         if interrupted is not None:
             raise interrupted
         if job.error is not None:
@@ -88,10 +89,15 @@ class Worker:
         value: T = job.value
         return value
 
-    def _wait(self, job: _Job) -> KeyboardInterrupt | None:
+    def _finish(self, job: _Job) -> KeyboardInterrupt | None:
+        """Queue the job and wait for its end, however often the waiting is interrupted."""
         interrupted: KeyboardInterrupt | None = None
+        queued = False
         while True:
             try:
+                if not queued:
+                    self._jobs.put(job)
+                    queued = True
                 job.done.wait()
             except KeyboardInterrupt as error:
                 interrupted = error
@@ -108,9 +114,8 @@ class Worker:
                 return
             self._closed = True
             job = _Job(work)
-            self._jobs.put(job)
+            interrupted = self._finish(job)
             self._jobs.put(None)
-            interrupted = self._wait(job)
             self._thread.join()
         if job.error is not None:
             raise job.error
