@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from bmoe_lab.errors import SettingsError
+from bmoe_lab.kernels import compiled
 
 __all__ = ["Divergence", "TokenLoss", "divergence", "token_loss"]
 
@@ -142,7 +142,7 @@ def _check_sum(log_sum: float) -> None:
         )
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]  # numba has no type information
+@compiled
 def _log_sum(logits: npt.NDArray[np.float32]) -> tuple[int, float]:
     """Return argmax (ties to the lower id) and log-sum-exp; NaN anywhere gives NaN."""
     top = 0
@@ -162,7 +162,7 @@ def _log_sum(logits: npt.NDArray[np.float32]) -> tuple[int, float]:
     return top, largest + math.log(total)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]  # numba has no type information
+@compiled
 def _kl(
     baseline: npt.NDArray[np.float32],
     base_sum: float,
