@@ -1,0 +1,389 @@
+"""Parallel reads of file ranges into memory, past the page cache where that really works.
+
+A reader has lanes. Lane 0 is the calling thread; the others are threads that sleep until there is
+work. ``os.preadv`` releases the interpreter lock, so lanes overlap in the kernel, where the time
+goes. All lanes take pieces from one list, in the order given: whichever is free takes the next, so
+bytes are balanced without a plan.
+
+``O_DIRECT`` is verified at open, twice over: one block from the middle of each file is read both
+ways and must be equal (some file systems return garbage), and it must have come from the device
+although the page cache held it (tmpfs accepts the flag and ignores it).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from bmoe_lab.errors import SettingsError, StreamingError
+
+__all__ = ["Job", "ReadCancelled", "Reader"]
+
+INLINE_BYTES = 128 * 1024
+"""Less than this is read by the calling thread alone: waking a lane costs more than it saves."""
+
+MIN_PIECE_BYTES = 256 * 1024
+"""Windows are not cut smaller than this to occupy more lanes; flash is flat above it."""
+
+MAX_PIECE_BYTES = 4 * 2**20
+"""One system call reads no more, so that a cancelled read ends soon."""
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class ReadCancelled(StreamingError):
+    """A read was given up because :meth:`Reader.cancel` was called."""
+
+
+class Job(NamedTuple):
+    """One range of a file and the memory that it goes to.
+
+    Attributes
+    ----------
+    shard : int
+        Index of the file.
+    start, n_bytes : int
+        The range, in bytes from the start of the file.
+    view : memoryview
+        Writable memory; must reach to the ends of the blocks that hold the range, and its address
+        must be a multiple of the block for direct reads.
+    origin : int
+        File offset of ``view[0]``, a multiple of the block for direct reads.
+    """
+
+    shard: int
+    start: int
+    n_bytes: int
+    view: memoryview
+    origin: int
+
+
+class _Piece(NamedTuple):
+    descriptor: int
+    start: int
+    stop: int
+    view: memoryview
+    origin: int
+
+
+class _Load:
+    """The work of one :meth:`Reader.read`, shared by the lanes."""
+
+    __slots__ = ("cancelled", "done", "error", "pieces")
+
+    def __init__(self, pieces: Iterable[_Piece], cancelled: threading.Event) -> None:
+        self.pieces = deque(pieces)
+        self.error: tuple[_Piece, int, OSError | None] | None = None
+        self.cancelled = cancelled
+        self.done: SimpleQueue[tuple[int, float]] = SimpleQueue()
+
+    def drain(self) -> tuple[int, float]:
+        """Read pieces until none is left; return bytes read and seconds taken."""
+        began = time.perf_counter()
+        n_bytes = 0
+        pieces, preadv, is_cancelled = self.pieces, os.preadv, self.cancelled.is_set
+        while not is_cancelled():
+            try:
+                piece = pieces.popleft()
+            except IndexError:
+                break
+            descriptor, at, stop, view, origin = piece
+            while at < stop:
+                try:
+                    got = preadv(descriptor, [view[at - origin : stop - origin]], at)
+                except OSError as error:
+                    self._fail(piece, at, error)
+                    break
+                if got == 0:
+                    self._fail(piece, at, None)
+                    break
+                at += got
+                n_bytes += got
+        return n_bytes, time.perf_counter() - began
+
+    def _fail(self, piece: _Piece, at: int, error: OSError | None) -> None:
+        # The first error is the one that is told; the rest of the load is not worth reading.
+        if self.error is None:
+            self.error = (piece, at, error)
+        self.pieces.clear()
+
+
+def _lane(inbox: SimpleQueue[_Load | None]) -> None:
+    """Serve loads until None comes. Knows no Reader, so that a forgotten one can be collected."""
+    while (load := inbox.get()) is not None:
+        load.done.put(load.drain())
+        del load
+
+
+def _shut(inboxes: list[SimpleQueue[_Load | None]], descriptors: list[int]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+class Reader:
+    """Reads file ranges on several lanes.
+
+    Parameters
+    ----------
+    paths : sequence of path-like
+        The files, by shard.
+    lanes : int, default 4
+        Reads in flight at once, the calling thread included.
+    direct : bool, default True
+        Ask for ``O_DIRECT``. What came of it is in :attr:`direct`.
+    block : int, optional
+        Alignment of direct reads; the page by default, which every device takes.
+
+    Attributes
+    ----------
+    direct : bool
+        Whether reads bypass the page cache, as verified.
+    mode : str
+        ``"direct"``, or ``"buffered"`` with the reason.
+    bytes_requested, bytes_read : int
+        What jobs asked for, and what was read for it: direct reads are rounded to blocks.
+    busy_s : float
+        Seconds that lanes spent reading, summed over lanes.
+
+    Raises
+    ------
+    StreamingError
+        If a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        lanes: int = 4,
+        direct: bool = True,
+        *,
+        block: int | None = None,
+    ) -> None:
+        if isinstance(lanes, bool) or not isinstance(lanes, int) or not 1 <= lanes <= 64:
+            raise SettingsError(f"io_lanes must be a whole number from 1 to 64; got {lanes!r}.")
+        self.lanes = lanes
+        self.block = mmap.PAGESIZE if block is None else block
+        self.bytes_requested = 0
+        self.bytes_read = 0
+        self.busy_s = 0.0
+        self._paths = [Path(path) for path in paths]
+        self._pid = os.getpid()
+        self._cancelled = threading.Event()
+        self._inboxes: list[SimpleQueue[_Load | None]] = []
+        self._descriptors: list[int] = []
+        self._finalizer = weakref.finalize(self, _shut, self._inboxes, self._descriptors)
+        self._threads: list[threading.Thread] = []
+        try:
+            self._buffered = [self._open(path, 0) for path in self._paths]
+            self._sizes = [os.fstat(descriptor).st_size for descriptor in self._buffered]
+            self._direct: list[int] = []
+            self.mode = self._try_direct() if direct else "buffered: not asked for direct reads"
+            self.direct = self.mode == "direct"
+        except BaseException:
+            self._finalizer()
+            raise
+        for number in range(1, lanes):
+            inbox: SimpleQueue[_Load | None] = SimpleQueue()
+            self._inboxes.append(inbox)
+            thread = threading.Thread(
+                target=_lane, args=(inbox,), name=f"bmoe-lab-lane-{number}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def _open(self, path: Path, flags: int) -> int:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        except OSError as error:
+            raise StreamingError(
+                f"model file must stay readable; got {error.strerror} for {str(path)!r}. "
+                "Check that it is still there."
+            ) from error
+        self._descriptors.append(descriptor)
+        if not flags and hasattr(os, "posix_fadvise"):
+            # Experts are read at random: read-ahead would fetch the neighbours.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        return descriptor
+
+    def _try_direct(self) -> str:
+        """Open every file for direct reads; return ``"direct"`` or why not."""
+        if not _O_DIRECT:
+            return "buffered: this system has no O_DIRECT"
+        for path, buffered, size in zip(self._paths, self._buffered, self._sizes, strict=True):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+            except OSError as error:
+                return f"buffered: O_DIRECT was refused ({error.strerror})"
+            self._descriptors.append(descriptor)
+            doubt = _doubt(descriptor, buffered, size, self.block)
+            if doubt is not None:
+                self._direct.clear()
+                return f"buffered: {doubt}"
+            self._direct.append(descriptor)
+        return "direct"
+
+    def read(self, jobs: Sequence[Job]) -> None:
+        """Read every job; return when the last byte is in place.
+
+        Raises
+        ------
+        StreamingError
+            The first failure, naming file, byte and cause; the other jobs may or may not have
+            been read. The next call starts afresh.
+        ReadCancelled
+            If :meth:`cancel` was called.
+        """
+        if not self._finalizer.alive:
+            raise StreamingError("reader must be open; got a closed one. Open the session again.")
+        if os.getpid() != self._pid:
+            raise StreamingError(
+                "experts must be read by the process that opened the model; got a forked child. "
+                "Open a session of its own in the child."
+            )
+        pieces, n_bytes = self._plan(jobs)
+        load = _Load(pieces, self._cancelled)
+        helpers = 0 if n_bytes < INLINE_BYTES else min(len(self._inboxes), max(len(pieces) - 1, 0))
+        for inbox in self._inboxes[:helpers]:
+            inbox.put(load)
+        waiting = helpers
+        try:
+            read, busy = load.drain()
+            while waiting:
+                more, seconds = load.done.get()
+                waiting -= 1
+                read += more
+                busy += seconds
+        except BaseException:
+            # An interrupt in this thread: the lanes still write to the caller's memory.
+            load.pieces.clear()
+            for _ in range(waiting):
+                load.done.get()
+            raise
+        self.bytes_read += read
+        self.busy_s += busy
+        if load.error is not None:
+            raise self._failure(*load.error)
+        if self._cancelled.is_set():
+            raise ReadCancelled("reading must run to its end; got an interrupt. Run it again.")
+        self.bytes_requested += sum(job.n_bytes for job in jobs)
+
+    def cancel(self) -> None:
+        """Stop reading between two pieces, now and until :meth:`resume`. Safe in any thread."""
+        self._cancelled.set()
+
+    def resume(self) -> None:
+        """Allow reading again after :meth:`cancel`."""
+        self._cancelled.clear()
+
+    def close(self) -> None:
+        """Stop the lanes and close the files. A second call does nothing."""
+        if self._finalizer.alive:
+            own = os.getpid() == self._pid
+            self._finalizer()
+            if own:
+                for thread in self._threads:
+                    thread.join()
+
+    def _plan(self, jobs: Sequence[Job]) -> tuple[list[_Piece], int]:
+        """Round jobs to blocks, join neighbours, cut what is large; return pieces and bytes."""
+        direct, block = self.direct, self.block
+        merged: list[list[int]] = []  # shard, start, stop, index of a job with its view
+        previous_view: memoryview | None = None
+        for index, (shard, start, n_bytes, view, _) in enumerate(jobs):
+            stop = start + n_bytes
+            if direct:
+                start -= start % block
+                stop = -(-stop // block) * block
+            if view is previous_view and merged:
+                last = merged[-1]
+                if last[0] == shard and last[1] <= start <= last[2]:
+                    last[2] = max(last[2], stop)
+                    continue
+            merged.append([shard, start, stop, index])
+            previous_view = view
+
+        total = sum(stop - start for _, start, stop, _ in merged)
+        cut = min(max(MIN_PIECE_BYTES, -(-total // self.lanes)), MAX_PIECE_BYTES)
+        cut = -(-cut // block) * block
+        pieces: list[_Piece] = []
+        for shard, start, stop, index in merged:
+            view, origin = jobs[index].view, jobs[index].origin
+            end = stop
+            if direct:
+                # The last, partial block of the file has no whole block to read.
+                end = min(stop, self._sizes[shard] // block * block)
+                tail = min(stop, self._sizes[shard])
+                if tail > end:
+                    pieces.append(_Piece(self._buffered[shard], end, tail, view, origin))
+            descriptor = (self._direct if direct else self._buffered)[shard]
+            for at in range(start, end, cut):
+                pieces.append(_Piece(descriptor, at, min(at + cut, end), view, origin))
+        return pieces, total
+
+    def _failure(self, piece: _Piece, at: int, error: OSError | None) -> StreamingError:
+        descriptors = self._buffered if piece.descriptor in self._buffered else self._direct
+        path = str(self._paths[descriptors.index(piece.descriptor)])
+        if error is None:
+            return StreamingError(
+                f"model file must stay as it was at open; got its end at byte {at}, before byte "
+                f"{piece.stop}, of {path!r}. Restore the file, then open the session again."
+            )
+        code = errno.errorcode.get(error.errno or 0, str(error.errno))
+        failure = StreamingError(
+            f"model file must stay readable; got {code} ({error.strerror}) at byte {at} of "
+            f"{path!r}. Check the disk, then run again."
+        )
+        failure.__cause__ = error
+        return failure
+
+
+def _doubt(direct: int, buffered: int, size: int, block: int) -> str | None:
+    """Return why direct reads of this file cannot be trusted, None if they can."""
+    if size < block:
+        return f"the file is smaller than a block of {block} bytes"
+    at = size // 2 // block * block
+    at = min(at, size // block * block - block)
+    with mmap.mmap(-1, 2 * block) as scratch, memoryview(scratch) as view:
+        plain, straight = view[:block], view[block:]
+        try:
+            # Buffered first: then the page cache holds the block, and only a read that really
+            # bypasses it makes the device work.
+            if os.preadv(buffered, [plain], at) != block:
+                return "a block in the middle could not be read"
+            before = _device_bytes()
+            try:
+                got = os.preadv(direct, [straight], at)
+            except OSError as error:
+                return f"a direct read was refused ({error.strerror})"
+            after = _device_bytes()
+            if got != block or plain != straight:
+                return "a direct read returned other bytes than a buffered one"
+        finally:
+            plain.release()
+            straight.release()
+    if before is not None and after is not None and after == before:
+        return "the file system takes O_DIRECT but reads through the page cache"
+    return None
+
+
+def _device_bytes() -> int | None:
+    """Return the bytes that this thread made devices read; None where the kernel does not say."""
+    try:
+        with open("/proc/thread-self/io", "rb", buffering=0) as file:
+            for line in file.read().splitlines():
+                if line.startswith(b"read_bytes:"):
+                    return int(line.split()[1])
+    except OSError:
+        return None
+    return None
