@@ -11,7 +11,7 @@ import numpy.typing as npt
 from bmoe_lab.errors import SettingsError
 from bmoe_lab.kernels import compiled
 
-__all__ = ["Divergence", "TokenLoss", "divergence", "token_loss"]
+__all__ = ["Divergence", "TokenLoss", "divergence", "log_softmax_at", "token_loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,30 @@ def token_loss(logits: npt.NDArray[np.float32], token: int) -> TokenLoss:
     top, log_sum = _log_sum(logits)
     _check_sum(log_sum)
     return TokenLoss(log_sum - float(logits[token]), top)
+
+
+def log_softmax_at(logits: npt.NDArray[np.float32], token: int) -> float:
+    """Return the natural-log probability of `token` under the softmax of `logits`.
+
+    Parameters
+    ----------
+    logits : numpy.ndarray of float32, shape (n_vocab,)
+        Raw logits; ``-inf`` excludes a token.
+    token : int
+        The token that came.
+
+    Raises
+    ------
+    SettingsError
+        If a logit is NaN or ``+inf``, or all are ``-inf``: the run is broken.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> log_softmax_at(np.zeros(4, dtype=np.float32), token=2)
+    -1.3862943611198906
+    """
+    return -token_loss(logits, token).nll
 
 
 def divergence(
