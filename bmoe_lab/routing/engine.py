@@ -1,0 +1,594 @@
+"""What a policy's answer becomes: checked, applied, counted, the same live and in replay.
+
+Byte-identity rests on one rule: *nothing is written if nothing changed*. A policy that looks at
+everything and changes nothing leaves every bit of the ids and weights as the graph computed them;
+in a batch, so do the rows that it did not change.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from bmoe_lab.errors import PolicyError
+from bmoe_lab.kernels import compiled
+from bmoe_lab.routing.base import Routing, RoutingPolicy
+from bmoe_lab.routing.counters import Counters
+from bmoe_lab.routing.lossless import Lossless
+
+__all__ = [
+    "DROPPED",
+    "KEPT",
+    "REWEIGHTED",
+    "SUBSTITUTED",
+    "Engine",
+    "Selection",
+    "Weighing",
+    "apply_selection",
+    "apply_weights",
+    "as_policy",
+    "check_selected",
+    "check_weighed",
+    "strongest",
+]
+
+Ids = npt.NDArray[np.int32]
+Weights = npt.NDArray[np.float32]
+Actions = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+A = TypeVar("A", bound=npt.NDArray[Any])
+
+# Values of `Action` in the trace; this package does not depend on the trace's schema.
+KEPT: Final = 0
+DROPPED: Final = 1
+SUBSTITUTED: Final = 2
+REWEIGHTED: Final = 3
+
+
+class Selection(NamedTuple):
+    """What runs after ``select``.
+
+    Attributes
+    ----------
+    ids : numpy.ndarray of int32, shape (token, slot)
+        Who stays keeps the router's slot; newcomers fill the vacated ones. The very array that
+        was passed in if nothing changed.
+    action : numpy.ndarray of uint8, shape (token, slot)
+        KEPT or SUBSTITUTED.
+    changed_slots : int
+        Number of substituted slots. 0: write nothing.
+    """
+
+    ids: Ids
+    action: Actions
+    changed_slots: int
+
+
+class Weighing(NamedTuple):
+    """What runs after ``weigh``.
+
+    Attributes
+    ----------
+    ids : numpy.ndarray of int32, shape (token, slot)
+        A dropped slot names the best expert that its token keeps, so that nothing is read for it.
+        The very array that was passed in if nothing was dropped.
+    weights : numpy.ndarray of float32, shape (token, slot)
+        0 where dropped. The very array that was passed in if nothing changed.
+    action : numpy.ndarray of uint8, shape (token, slot)
+        KEPT, DROPPED or REWEIGHTED. A survivor that was only scaled up is KEPT.
+    dropped, reweighted : int
+        Slots.
+    weight_discarded : float
+        Sum of the dropped slots' weights; those that are NaN are left out.
+    """
+
+    ids: Ids
+    weights: Weights
+    action: Actions
+    dropped: int
+    reweighted: int
+    weight_discarded: float
+
+    @property
+    def changed(self) -> bool:
+        """False: write nothing."""
+        return self.dropped > 0 or self.reweighted > 0
+
+
+# --- kernels ------------------------------------------------------------------------------------
+
+
+@compiled
+def _first_bad_id(ids: npt.NDArray[np.int64], n_expert: int) -> tuple[int, int, int]:
+    """Return (kind, row, slot) of the first id out of range (1) or repeated (2), else (0, 0, 0)."""
+    n_row, width = ids.shape
+    for row in range(n_row):
+        for slot in range(width):
+            if ids[row, slot] < 0 or ids[row, slot] >= n_expert:
+                return 1, row, slot
+            for earlier in range(slot):
+                if ids[row, earlier] == ids[row, slot]:
+                    return 2, row, slot
+    return 0, 0, 0
+
+
+@compiled
+def _align(router_ids: Ids, new_ids: npt.NDArray[np.int64], out: Ids, action: Actions) -> int:
+    """Put each row's newcomers into the slots of those who left; return how many there are."""
+    n_row, width = router_ids.shape
+    n_changed = 0
+    for row in range(n_row):
+        source = 0
+        for slot in range(width):
+            stays = False
+            for other in range(width):
+                if new_ids[row, other] == router_ids[row, slot]:
+                    stays = True
+            if stays:
+                continue
+            newcomer = False
+            while not newcomer:  # as many newcomers as leavers: rows have no repeats
+                newcomer = True
+                for other in range(width):
+                    if router_ids[row, other] == new_ids[row, source]:
+                        newcomer = False
+                source += 1
+            out[row, slot] = new_ids[row, source - 1]
+            action[row, slot] = SUBSTITUTED
+            n_changed += 1
+    return n_changed
+
+
+@compiled
+def _drop(
+    drop: Mask,
+    renormalise: bool,
+    ids: Ids,
+    weights: Weights,
+    out_ids: Ids,
+    out_weights: Weights,
+    action: Actions,
+) -> tuple[int, float]:
+    """Apply a drop mask row by row; rows without a drop are not touched."""
+    n_row, width = ids.shape
+    n_dropped = 0
+    discarded = 0.0
+    for row in range(n_row):
+        n_kept = 0
+        best = -1  # the best of those kept, the first on a tie; NaN loses to any number
+        for slot in range(width):
+            if not drop[row, slot]:
+                n_kept += 1
+                if (
+                    best < 0
+                    or weights[row, slot] > weights[row, best]
+                    or (np.isnan(weights[row, best]) and not np.isnan(weights[row, slot]))
+                ):
+                    best = slot
+        if n_kept == width:
+            continue
+        if n_kept == 0:
+            # A routing is never emptied: its largest weight stays.
+            best = 0
+            for slot in range(1, width):
+                if weights[row, slot] > weights[row, best] or (
+                    np.isnan(weights[row, best]) and not np.isnan(weights[row, slot])
+                ):
+                    best = slot
+            if width == 1:
+                continue
+        total = 0.0
+        kept = 0.0
+        for slot in range(width):
+            total += weights[row, slot]
+            if slot == best or not drop[row, slot]:
+                kept += weights[row, slot]
+            elif not np.isnan(weights[row, slot]):
+                discarded += weights[row, slot]
+        scale = 1.0
+        if renormalise and kept != 0 and np.isfinite(total / kept):
+            scale = total / kept
+        for slot in range(width):
+            if slot == best or not drop[row, slot]:
+                out_weights[row, slot] = weights[row, slot] * scale
+            else:
+                out_ids[row, slot] = ids[row, best]
+                out_weights[row, slot] = 0.0
+                action[row, slot] = DROPPED
+                n_dropped += 1
+    return n_dropped, discarded
+
+
+@compiled
+def _n_distinct_missing(ids: Ids, resident: Mask) -> int:
+    """Return how many experts a load of `ids` would read."""
+    seen = resident.copy()
+    n_missing = 0
+    for row in range(ids.shape[0]):
+        for slot in range(ids.shape[1]):
+            if not seen[ids[row, slot]]:
+                seen[ids[row, slot]] = True
+                n_missing += 1
+    return n_missing
+
+
+@compiled
+def _known_sum(weights: Weights) -> float:
+    total = 0.0
+    for row in range(weights.shape[0]):
+        for slot in range(weights.shape[1]):
+            if not np.isnan(weights[row, slot]):
+                total += weights[row, slot]
+    return total
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def _where(routing: Routing, row: int, slot: int) -> str:
+    position = int(routing.positions[row])
+    return f"in row {row}, slot {slot} (layer {routing.layer}, position {position})"
+
+
+def _check_shape(what: str, result: object, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = np.asarray(result)
+    if array.shape != shape:
+        raise PolicyError(
+            f"{what} must have shape (token, slot) = {shape}; got shape {array.shape}. "
+            f"Return None to leave the routing as it is."
+        )
+    return array
+
+
+def check_selected(
+    result: object, routing: Routing, n_expert: int, policy: RoutingPolicy
+) -> npt.NDArray[np.int64]:
+    """Return what ``select`` returned as int64, contiguous, or say what is wrong with it.
+
+    Raises
+    ------
+    PolicyError
+        If the shape is not that of ``routing.ids``, the dtype is not an integer, an id is not in
+        [0, n_expert), or a row names an expert twice.
+    """
+    what = f"ids from {policy!r}.select"
+    ids = _check_shape(what, result, routing.ids.shape)
+    if ids.dtype.kind not in "iu":
+        raise PolicyError(f"{what} must be integers; got dtype {ids.dtype}.")
+    if ids.dtype == np.uint64:
+        # Beyond int64 an id would turn negative: still out of range, but with the wrong number.
+        ids = np.minimum(ids, np.uint64(np.iinfo(np.int64).max))
+    ids = np.ascontiguousarray(ids, dtype=np.int64)
+    kind, row, slot = _first_bad_id(ids, n_expert)
+    if kind == 1:
+        raise PolicyError(
+            f"{what} must lie in [0, {n_expert}); got {int(ids[row, slot])} "
+            f"{_where(routing, row, slot)}."
+        )
+    if kind == 2:
+        raise PolicyError(
+            f"{what} must be distinct within a token; got {int(ids[row, slot])} again "
+            f"{_where(routing, row, slot)}."
+        )
+    return ids
+
+
+def check_weighed(result: object, routing: Routing, policy: RoutingPolicy) -> Mask | Weights:
+    """Return what ``weigh`` returned as a bool mask or float32 weights, or say what is wrong.
+
+    Raises
+    ------
+    PolicyError
+        If the shape is not that of ``routing.ids``, the dtype is neither bool nor float, a
+        weight is not finite, or a token is left without any weight.
+    """
+    what = f"answer of {policy!r}.weigh"
+    array = _check_shape(what, result, routing.ids.shape)
+    if array.dtype.kind == "b":
+        mask: Mask = np.ascontiguousarray(array)
+        return mask
+    if array.dtype.kind != "f":
+        raise PolicyError(
+            f"{what} must be bool (True drops a slot) or float (new weights); got dtype "
+            f"{array.dtype}."
+        )
+    with np.errstate(over="ignore"):
+        weights: Weights = np.ascontiguousarray(array, dtype=np.float32)
+    finite = np.isfinite(weights)
+    if not finite.all():
+        row, slot = np.argwhere(~finite)[0]
+        raise PolicyError(
+            f"{what} must be finite float32 weights; got {array[row, slot]} "
+            f"{_where(routing, row, slot)}."
+        )
+    empty = ~(weights != 0).any(axis=1)
+    if empty.any():
+        row = int(np.argmax(empty))
+        raise PolicyError(
+            f"{what} must leave a token at least one weight other than 0; got {array[row]} "
+            f"{_where(routing, row, 0)}. To drop slots return a bool mask."
+        )
+    return weights
+
+
+# --- application --------------------------------------------------------------------------------
+
+
+def apply_selection(router_ids: Ids, new_ids: npt.NDArray[np.int64]) -> Selection:
+    """Return what runs, given the router's ids and checked new ones.
+
+    Only rows whose *set* of experts changed count as changed: a mere reordering would alter the
+    order of summation, and with it low bits, for nothing.
+
+    Parameters
+    ----------
+    router_ids : numpy.ndarray of int32, shape (token, slot)
+        The router's choice.
+    new_ids : numpy.ndarray of int64, shape (token, slot)
+        From :func:`check_selected`.
+
+    Examples
+    --------
+    >>> router_ids = np.array([[3, 1, 2], [4, 5, 6]], dtype=np.int32)
+    >>> selection = apply_selection(router_ids, np.array([[2, 3, 1], [6, 4, 9]]))
+    >>> selection.ids.tolist(), selection.changed_slots
+    ([[3, 1, 2], [4, 9, 6]], 1)
+    """
+    action = np.zeros(router_ids.shape, dtype=np.uint8)
+    ids = np.array(router_ids, dtype=np.int32, order="C")
+    n_changed = _align(np.ascontiguousarray(router_ids, dtype=np.int32), new_ids, ids, action)
+    return Selection(ids if n_changed else router_ids, action, n_changed)
+
+
+def apply_weights(
+    ids: Ids, weights: Weights, result: Mask | Weights, *, renormalise: bool
+) -> Weighing:
+    """Return what runs, given the final weights and a checked answer of ``weigh``.
+
+    A mask that would drop a whole routing leaves its largest weight, the first on a tie.
+
+    Parameters
+    ----------
+    ids : numpy.ndarray of int32, shape (token, slot)
+        What is about to run.
+    weights : numpy.ndarray of float32, shape (token, slot)
+        Their final weights.
+    result : numpy.ndarray of bool or float32, shape (token, slot)
+        From :func:`check_weighed`.
+    renormalise : bool
+        Multiply the survivors of a drop by total / kept, in float64. Left undone where no weight
+        is kept or a weight is not finite. New weights are taken as they are.
+
+    Examples
+    --------
+    >>> ids = np.array([[7, 3, 5, 1]], dtype=np.int32)
+    >>> weights = np.array([[0.5, 0.25, 0.125, 0.125]], dtype=np.float32)
+    >>> weighing = apply_weights(ids, weights, weights < 0.2, renormalise=False)
+    >>> weighing.ids.tolist(), weighing.weights.tolist(), weighing.dropped
+    ([[7, 3, 7, 7]], [[0.5, 0.25, 0.0, 0.0]], 2)
+    """
+    action = np.zeros(ids.shape, dtype=np.uint8)
+    if result.dtype != np.bool_:
+        differs = result != weights
+        n_reweighted = int(np.count_nonzero(differs))
+        if not n_reweighted:
+            return Weighing(ids, weights, action, 0, 0, 0.0)
+        action[differs] = REWEIGHTED
+        # Equal values keep the router's bits (-0.0 equals 0.0).
+        return Weighing(ids, np.where(differs, result, weights), action, 0, n_reweighted, 0.0)
+    if not result.any():
+        return Weighing(ids, weights, action, 0, 0, 0.0)
+    new_ids = np.array(ids, dtype=np.int32, order="C")
+    new_weights = np.array(weights, dtype=np.float32, order="C")
+    n_dropped, discarded = _drop(
+        result.astype(np.bool_, copy=False),
+        renormalise,
+        np.ascontiguousarray(ids, dtype=np.int32),
+        np.ascontiguousarray(weights, dtype=np.float32),
+        new_ids,
+        new_weights,
+        action,
+    )
+    if not n_dropped:
+        return Weighing(ids, weights, action, 0, 0, 0.0)
+    return Weighing(new_ids, new_weights, action, n_dropped, 0, discarded)
+
+
+def strongest(selected: Actions, weighed: Actions) -> Actions:
+    """Return one action per slot: dropped before substituted before reweighted.
+
+    Examples
+    --------
+    >>> strongest(np.array([2, 2, 0], np.uint8), np.array([1, 3, 3], np.uint8)).tolist()
+    [1, 2, 3]
+    """
+    actions: Actions = np.where(
+        weighed == DROPPED, weighed, np.where(selected == SUBSTITUTED, selected, weighed)
+    )
+    return actions
+
+
+# --- the engine ---------------------------------------------------------------------------------
+
+
+def as_policy(policy: RoutingPolicy | None) -> RoutingPolicy:
+    """Return a clone of `policy` to run; None stands for :class:`Lossless`.
+
+    Raises
+    ------
+    PolicyError
+        If `policy` is not an instance of a subclass of RoutingPolicy, or does nothing.
+    """
+    if policy is None:
+        return Lossless()
+    if isinstance(policy, type):
+        raise PolicyError(
+            f"policy must be an instance of a RoutingPolicy; got the class {policy.__name__}. "
+            f"Call it with its parameters."
+        )
+    if not isinstance(policy, RoutingPolicy):
+        raise PolicyError(
+            f"policy must be an instance of a RoutingPolicy; got {policy!r}. Derive your class "
+            f"from bmoe_lab.routing.RoutingPolicy."
+        )
+    if not (policy.lossless or policy.acts_at("select") or policy.acts_at("weigh")):
+        raise PolicyError(
+            f"policy must define select or weigh; got {policy!r}, which defines neither."
+        )
+    return policy.clone()
+
+
+def _read_only(array: A) -> A:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+class Engine:
+    """Runs a clone of one policy over one run.
+
+    Parameters
+    ----------
+    policy : RoutingPolicy or None
+        None changes nothing.
+    seed : int, default 0
+        The run's seed; ``Routing.seed`` must be the same.
+
+    Attributes
+    ----------
+    policy : RoutingPolicy
+        The clone.
+    counters : Counters
+        What it did so far.
+    selects, weighs : bool
+        Where the policy acts; elsewhere the engine need not be called.
+
+    Notes
+    -----
+    An exception that the policy raises passes through unchanged, and the routing in question
+    counts for nothing. It is for the caller to let the router's choice stand.
+    """
+
+    def __init__(self, policy: RoutingPolicy | None, *, seed: int = 0) -> None:
+        self.policy = as_policy(policy)
+        self.policy.reset(seed)
+        self.counters = Counters()
+        self.selects = self.policy.acts_at("select")
+        self.weighs = self.policy.acts_at("weigh")
+        self._phases = self.policy.phases
+        own = type(self.policy)
+        self._guards_views = (
+            own.select is not RoutingPolicy.select or own.weigh is not RoutingPolicy.weigh
+        )
+        # The latest selection that changed something: (layer, action), so that a slot which is
+        # substituted and then dropped is one changed slot.
+        self._selected: tuple[int, Actions] | None = None
+
+    def acts_in(self, phase: int) -> bool:
+        """Return whether the policy looks at tokens of `phase` at all."""
+        return (self.selects or self.weighs) and phase in self._phases
+
+    def select(self, routing: Routing) -> Selection | None:
+        """Return what runs after the top-k; None if nothing is to be written.
+
+        Parameters
+        ----------
+        routing : Routing
+            The router's choice.
+
+        Raises
+        ------
+        PolicyError
+            If the policy's answer cannot be applied.
+        """
+        self._selected = None
+        if not self.selects or routing.phase not in self._phases:
+            return None
+        result = self.policy.select(self._view(routing))
+        selection = None
+        if result is not None:
+            ids = check_selected(result, routing, routing.resident.size, self.policy)
+            selection = apply_selection(routing.ids, ids)
+        self._count_examined(routing)
+        if selection is None or not selection.changed_slots:
+            return None
+        counters = self.counters
+        counters.substituted += selection.changed_slots
+        counters.changed += selection.changed_slots
+        counters.bytes_saved += self._bytes_saved(routing, selection.ids)
+        self._selected = (routing.layer, selection.action)
+        return selection
+
+    def weigh(self, routing: Routing) -> Weighing | None:
+        """Return what runs after the final weights; None if nothing is to be written.
+
+        Parameters
+        ----------
+        routing : Routing
+            What is about to run: ids after ``select``, and their weights.
+
+        Raises
+        ------
+        PolicyError
+            If the policy's answer cannot be applied, or the weights are not known.
+        """
+        if not self.weighs or routing.phase not in self._phases:
+            return None
+        if routing.weights is None:
+            raise PolicyError(
+                f"policy must see the router's weights; got {self.policy!r} where there are none."
+            )
+        result = self.policy.weigh(self._view(routing))
+        weighing = None
+        if result is not None:
+            checked = check_weighed(result, routing, self.policy)
+            weighing = apply_weights(
+                routing.ids, routing.weights, checked, renormalise=self.policy.renormalise
+            )
+        counters = self.counters
+        if not self.selects:
+            self._count_examined(routing)
+        counters.weight_total += _known_sum(np.ascontiguousarray(routing.weights))
+        if weighing is None or not weighing.changed:
+            return None
+        counters.dropped += weighing.dropped
+        counters.reweighted += weighing.reweighted
+        counters.weight_discarded += weighing.weight_discarded
+        counters.changed += weighing.dropped
+        if weighing.dropped:
+            counters.bytes_saved += self._bytes_saved(routing, weighing.ids)
+            if self._selected is not None and self._selected[0] == routing.layer:
+                both = (self._selected[1] == SUBSTITUTED) & (weighing.action == DROPPED)
+                counters.changed -= int(np.count_nonzero(both))
+        return weighing
+
+    def _view(self, routing: Routing) -> Routing:
+        """Return `routing` with arrays that a policy in Python cannot write into by mistake."""
+        if not self._guards_views:
+            return routing
+        return Routing(
+            layer=routing.layer,
+            block=routing.block,
+            phase=routing.phase,
+            positions=_read_only(routing.positions),
+            ids=_read_only(routing.ids),
+            scores=None if routing.scores is None else _read_only(routing.scores),
+            score_kind=routing.score_kind,
+            weights=None if routing.weights is None else _read_only(routing.weights),
+            resident=_read_only(routing.resident),
+            expert_bytes=routing.expert_bytes,
+            seed=routing.seed,
+        )
+
+    def _count_examined(self, routing: Routing) -> None:
+        n_row, width = routing.ids.shape
+        self.counters.routings += n_row
+        self.counters.examined += n_row * width
+        self.counters.eligible += n_row * max(width - self.policy.pinned, 0)
+
+    def _bytes_saved(self, routing: Routing, applied: Ids) -> int:
+        before = _n_distinct_missing(np.ascontiguousarray(routing.ids), routing.resident)
+        after = _n_distinct_missing(np.ascontiguousarray(applied), routing.resident)
+        return (before - after) * routing.expert_bytes
