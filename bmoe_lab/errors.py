@@ -26,9 +26,13 @@ from collections.abc import Iterable
 
 __all__ = [
     "BmoeLabError",
+    "BmoeLabWarning",
+    "CacheBelowCycleWarning",
     "DatasetError",
     "ModelFileError",
+    "PolicyCaution",
     "PolicyError",
+    "PolicyNeverFiredWarning",
     "SchemaError",
     "SeamError",
     "SessionError",
@@ -82,6 +86,22 @@ class StreamingError(BmoeLabError, OSError):
 
 class SessionError(BmoeLabError, RuntimeError):
     """The session cannot do this in its present state."""
+
+
+class BmoeLabWarning(UserWarning):
+    """Base of the package's own warnings."""
+
+
+class CacheBelowCycleWarning(BmoeLabWarning):
+    """The cache is smaller than what one token asks for, so an LRU can hit nothing."""
+
+
+class PolicyCaution(BmoeLabWarning):
+    """A policy can run, but hardly in the way that its user means."""
+
+
+class PolicyNeverFiredWarning(BmoeLabWarning):
+    """A lossy policy changed nothing in the whole run."""
 
 
 def unknown_name(kind: str, given: object, known: Iterable[str]) -> UnknownNameError:

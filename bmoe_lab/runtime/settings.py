@@ -1,0 +1,134 @@
+"""The settings of a session, checked before anything is opened."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bmoe_lab.errors import SettingsError, unknown_name
+from bmoe_lab.sizes import parse_size
+
+__all__ = ["Settings", "integer", "one_of", "physical_cores"]
+
+DENSE_POLICIES = ("mmap", "anon")
+OVERLAPS = ("off", "auto", "hook", "userfault")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings as resolved: sizes in bytes, the path made absolute."""
+
+    path: Path
+    cache: Any
+    cache_floor: int
+    cache_ceiling: int | None
+    n_ctx: int
+    n_ubatch: int
+    n_threads: int
+    io_lanes: int
+    direct: bool
+    dense: str
+    n_expert_used: int | None
+    poison: int | None
+
+    @classmethod
+    def resolve(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        cache: Any,
+        cache_floor: int | str,
+        cache_ceiling: int | str | None,
+        n_ctx: int,
+        n_ubatch: int,
+        n_threads: int | None,
+        io_lanes: int,
+        direct: bool,
+        dense: str,
+        n_expert_used: int | None,
+        overlap: str,
+        poison: int | None,
+    ) -> Settings:
+        """Check every setting that needs no model; raise SettingsError for the first wrong one."""
+        from bmoe_lab.residency import ResidencyPolicy
+
+        if isinstance(cache, ResidencyPolicy):
+            if not cache.online:
+                raise SettingsError(
+                    f"cache must be an online residency policy; got {cache!r}, which needs to "
+                    "know the future. Use it with replay."
+                )
+            if cache.budget is None:
+                raise SettingsError(
+                    f"cache must have a budget; got {cache!r}. "
+                    f"Write {type(cache).__name__}('2 GiB') or pass a size."
+                )
+        elif cache != "auto":
+            cache = parse_size(cache, name="cache") if cache != 0 else 0
+        if overlap not in OVERLAPS:
+            raise unknown_name("overlap", overlap, OVERLAPS)
+        if overlap != "off":
+            raise SettingsError(
+                f"overlap must be 'off' in this version; got {overlap!r}. Reading while a layer "
+                "computes is not built yet."
+            )
+        n_ctx = integer("n_ctx", n_ctx, 1, 1 << 24)
+        threads = physical_cores() if n_threads is None else n_threads
+        return cls(
+            path=Path(os.fspath(path)).expanduser().absolute(),
+            cache=cache,
+            cache_floor=parse_size(cache_floor, name="cache_floor"),
+            cache_ceiling=None
+            if cache_ceiling is None
+            else parse_size(cache_ceiling, name="cache_ceiling"),
+            n_ctx=n_ctx,
+            n_ubatch=min(integer("n_ubatch", n_ubatch, 1, 1 << 16), n_ctx),
+            n_threads=integer("n_threads", threads, 1, 512),
+            io_lanes=integer("io_lanes", io_lanes, 1, 32),
+            direct=_boolean("direct", direct),
+            dense=one_of("dense", dense, DENSE_POLICIES),
+            n_expert_used=None
+            if n_expert_used is None
+            else integer("n_expert_used", n_expert_used, 1, 1 << 15),
+            poison=None if poison is None else integer("poison", poison, 0, 255),
+        )
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    """Return `value` if it is a whole number in [low, high].
+
+    Examples
+    --------
+    >>> integer("io_lanes", 4, 1, 32)
+    4
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise SettingsError(f"{name} must be a whole number; got {value!r}.")
+    number = int(value.__index__())
+    if not low <= number <= high:
+        raise SettingsError(f"{name} must be in [{low}, {high}]; got {number}.")
+    return number
+
+
+def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
+    """Return `value` if it is one of the known words."""
+    if value not in known:
+        raise unknown_name(name, value, known)
+    return str(value)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SettingsError(f"{name} must be True or False; got {value!r}.")
+    return value
+
+
+def physical_cores() -> int:
+    """Return the physical cores that this process may use, at least 1."""
+    import psutil
+
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return max(1, min(physical, allowed))
