@@ -25,6 +25,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "BeyondTrainingWarning",
     "BmoeLabError",
     "BmoeLabWarning",
     "CacheBelowCycleWarning",
@@ -90,6 +91,10 @@ class SessionError(BmoeLabError, RuntimeError):
 
 class BmoeLabWarning(UserWarning):
     """Base of the package's own warnings."""
+
+
+class BeyondTrainingWarning(BmoeLabWarning):
+    """The context is longer than what the model was trained for."""
 
 
 class CacheBelowCycleWarning(BmoeLabWarning):

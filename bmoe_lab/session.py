@@ -43,8 +43,8 @@ class Session:
     cache : int, str or ResidencyPolicy, default "auto"
         Bytes for resident experts (``"4 MiB"``), 0 to switch the cache off, ``"auto"`` to size
         it from free memory, or a residency policy with a budget. A size means LRU.
-    n_ctx : int, default 2048
-        Positions of the context.
+    n_ctx : int, optional
+        Positions of the context; left out, 2048 or what the model was trained for, if less.
     n_ubatch : int, default 512
         Widest evaluation; a prompt is split into pieces of this many tokens.
     n_threads : int, optional
@@ -60,7 +60,7 @@ class Session:
         Overrides the router's width. Lossy, but llama.cpp does the same with this setting.
     overlap : {"off"}, default "off"
         Reading while a layer computes; not available in this version.
-    cache_floor : int or str, default "1 GiB"
+    cache_floor : int or str, default "1.5 GiB"
         What ``cache="auto"`` leaves free.
     cache_ceiling : int or str, optional
         What ``cache="auto"`` may take at most.
@@ -95,7 +95,7 @@ class Session:
         path: str | os.PathLike[str],
         *,
         cache: int | str | ResidencyPolicy = "auto",
-        n_ctx: int = 2048,
+        n_ctx: int | None = None,
         n_ubatch: int = 512,
         n_threads: int | None = None,
         io_lanes: int = 4,
@@ -103,7 +103,7 @@ class Session:
         dense: Literal["mmap", "anon"] = "mmap",
         n_expert_used: int | None = None,
         overlap: Literal["off"] = "off",
-        cache_floor: int | str = "1 GiB",
+        cache_floor: int | str = "1.5 GiB",
         cache_ceiling: int | str | None = None,
         poison: int | None = None,
     ) -> None:
@@ -173,7 +173,7 @@ class Session:
     @property
     def n_ctx(self) -> int:
         """Positions of the context."""
-        return self._settings.n_ctx
+        return int(self._model.n_ctx)
 
     @property
     def n_vocab(self) -> int:
@@ -563,7 +563,7 @@ class Session:
 
     def _prepared(self, policy: RoutingPolicy | None, record: str) -> RoutingPolicy | None:
         """Return the run's own clone of the policy, refused if it cannot work here."""
-        from bmoe_lab.routing import RoutingPolicy
+        from bmoe_lab.routing.engine import as_policy
 
         live = self._model
         scores = record in ("scores", "scores16")
@@ -572,12 +572,7 @@ class Session:
             if why:
                 raise PolicyError(f"router scores must be known to be recorded; got {why}.")
             return None
-        if not isinstance(policy, RoutingPolicy):
-            raise PolicyError(
-                f"policy must be a RoutingPolicy; got {policy!r}. Derive its class from "
-                "bmoe_lab.routing.RoutingPolicy."
-            )
-        clone = policy.clone()
+        clone = as_policy(policy)
         facts = live.facts()
         clone.check(facts)
         why = live.why_not(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bmoe_lab.routing import engine
-from bmoe_lab.routing.counters import Counters
+from bmoe_lab.routing import Engine
 from bmoe_lab.schema import Phase
 
 if TYPE_CHECKING:
     from bmoe_lab.recording import Recorder
-    from bmoe_lab.routing import Routing, RoutingPolicy
+    from bmoe_lab.routing import Counters, Routing, RoutingPolicy
+    from bmoe_lab.routing.engine import Selection, Weighing
     from bmoe_lab.streaming.streamer import StreamLoad
 
 __all__ = ["PhaseTotals", "RunAccount"]
@@ -58,7 +58,7 @@ class RunAccount:
     Parameters
     ----------
     policy : RoutingPolicy or None
-        A clone that belongs to this run.
+        The run works with a clone.
     recorder : Recorder or None
         None for ``record="off"``.
     level : {"off", "ids", "scores", "scores16"}
@@ -78,21 +78,27 @@ class RunAccount:
     shape: tuple[int, int]
     keeps_cache: bool = False
     piece: Callable[[int], str] | None = None
-    counters: Counters = field(default_factory=Counters)
     totals: dict[int, PhaseTotals] = field(default_factory=dict)
     policy_failure: BaseException | None = None
 
     def __post_init__(self) -> None:
         self.kept = np.zeros(self.shape, np.uint8)
         self.unknown = np.full(self.shape, np.nan, np.float32)
-        policy = self.policy
-        self.selects = self.weighs = self.wants_scores = False
-        self._phases: frozenset[int] = frozenset()
-        if policy is not None and not policy.lossless:
-            self.selects = policy.acts_at("select")
-            self.weighs = policy.acts_at("weigh")
-            self.wants_scores = "scores" in policy.needs
-            self._phases = policy.phases
+        self.engine = Engine(self.policy, seed=self.seed)
+        self.selects = self.engine.selects
+        self.weighs = self.engine.weighs
+        # A policy in Python gets the scores whether it says that it needs them or not.
+        self.wants_scores = self.selects or "scores" in self.engine.policy.needs
+
+    @property
+    def counters(self) -> Counters:
+        """What the policy did so far."""
+        return self.engine.counters
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing is allowed to change the routing."""
+        return self.engine.policy.lossless
 
     def pieces(self, tokens: np.ndarray) -> list[str] | None:
         """Return the display text of each token, None if text is not recorded."""
@@ -110,29 +116,27 @@ class RunAccount:
 
     def policy_active(self, phase: int) -> bool:
         """Whether the policy may act in `phase`; after it failed it may not."""
-        return phase in self._phases and self.policy_failure is None
+        return self.policy_failure is None and self.engine.acts_in(phase)
 
-    def select(self, routing: Routing) -> tuple[np.ndarray, np.ndarray | None]:
-        """Let the policy choose; returns the ids to run and the actions, None if unchanged."""
-        assert self.policy is not None
+    def select(self, routing: Routing) -> Selection | None:
+        """Let the policy choose; None if the router's choice stands."""
+        if self.policy_failure is not None:
+            return None
         try:
-            return engine.run_select(self.policy, routing, self.counters)
+            return self.engine.select(routing)
         except Exception as error:  # the user's; the run ends with it after this evaluation
-            self._failed(error)
-            return routing.ids, None
-
-    def weigh(self, routing: Routing) -> Any:
-        """Let the policy weigh; returns the engine's result, None if unchanged."""
-        assert self.policy is not None
-        try:
-            return engine.run_weigh(self.policy, routing, self.counters)
-        except Exception as error:  # the user's; the run ends with it after this evaluation
-            self._failed(error)
+            self.policy_failure = error
             return None
 
-    def _failed(self, error: Exception) -> None:
-        if self.policy_failure is None:
+    def weigh(self, routing: Routing) -> Weighing | None:
+        """Let the policy weigh; None if the weights stand."""
+        if self.policy_failure is not None:
+            return None
+        try:
+            return self.engine.weigh(routing)
+        except Exception as error:  # the user's; the run ends with it after this evaluation
             self.policy_failure = error
+            return None
 
     def phase(self, phase: int) -> PhaseTotals:
         """Return the totals of a phase, made on first use."""
@@ -152,8 +156,3 @@ class RunAccount:
         totals.lookups += distinct
         totals.hits += distinct - missing
         totals.read_bytes += missing * expert_bytes
-
-    @property
-    def lossless(self) -> bool:
-        """Whether nothing was allowed to change the routing."""
-        return self.policy is None or bool(self.policy.lossless)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bmoe_lab.errors import SeamError
+from bmoe_lab.routing import engine
 from bmoe_lab.routing.base import Routing
 from bmoe_lab.schema import Action
 from bmoe_lab.seam import tensors
@@ -82,7 +83,7 @@ class Dispatch:
         for layer in self._graph.layers:
             late = layer.weights is None or not layer.weights_before_experts
             at_weights = not late and (run.weighs or run.records)
-            at_ids = run.selects or run.records_scores or not at_weights
+            at_ids = run.selects or run.records_scores or run.wants_scores or not at_weights
             self._load_at.append(WEIGHTS if at_weights else IDS)
             wanted += [2 * layer.index + IDS] * at_ids + [2 * layer.index + WEIGHTS] * at_weights
         self._at_ids = [2 * layer.index + IDS in wanted for layer in self._graph.layers]
@@ -145,15 +146,16 @@ class Dispatch:
         run = self._run
         selecting = self._policy_on and run.selects
         scores = None
-        if layer.sorted_hops >= 0 and (run.records_scores or (selecting and run.wants_scores)):
+        wanted = run.records_scores or (self._policy_on and run.wants_scores)
+        if wanted and layer.sorted_hops >= 0:
             scores = self._scores[:n, : layer.n_expert]
             tensors.gather_scores(tensor, layer.sorted_hops, scores)
         applied, action = chosen, None
         if selecting:
             routing = self._routing(layer, rows, chosen, scores, None)
-            applied, action = run.select(routing)
-            if action is not None:
-                chosen = chosen.copy()
+            selection = run.select(routing)
+            if selection is not None:
+                applied, action = selection.ids, selection.action
                 tensors.scatter_ids(tensor, applied)
         self._stage = [layer.index, n, rows, chosen, applied, action, scores, None]
         if load_here:
@@ -183,18 +185,17 @@ class Dispatch:
             _, _, rows, _, ids, _, scores, _ = self._stage
             routing = self._routing(layer, rows, ids, scores, weights)
             result = run.weigh(routing)
-            if result is not None and result.changed:
-                self._stage[3] = self._stage[3].copy()
+            if result is not None:
                 # Judged now: the load that follows changes it.
                 self._stage[7] = routing.resident[ids].astype(np.uint8)
                 self._stage[4] = result.ids
+                selected = self._stage[5]
                 self._stage[5] = (
-                    result.action
-                    if self._stage[5] is None
-                    else np.where(result.action != Action.kept, result.action, self._stage[5])
+                    result.action if selected is None else engine.strongest(selected, result.action)
                 )
                 applied_weights = result.weights
-                tensors.scatter_ids(ids_tensor, result.ids)
+                if result.dropped:
+                    tensors.scatter_ids(ids_tensor, result.ids)
                 tensors.scatter_float(tensor, result.weights)
         self._load(layer, weights, applied_weights)
 

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bmoe_lab.errors import CacheBelowCycleWarning, ModelFileError, SeamError, SettingsError
+from bmoe_lab.errors import (
+    BeyondTrainingWarning,
+    CacheBelowCycleWarning,
+    ModelFileError,
+    SeamError,
+    SettingsError,
+)
 from bmoe_lab.recording.text import display_piece
 from bmoe_lab.residency import LRU, ResidencyPolicy, token_cycle
 from bmoe_lab.routing.base import ModelFacts
@@ -20,8 +26,8 @@ from bmoe_lab.seam.callback import CAPTURE, FILTER, PASS, NodeFilter
 from bmoe_lab.seam.capture import ExpertGraph, capture_graph
 from bmoe_lab.seam.context import ABORTED, Context, Model
 from bmoe_lab.sizes import format_size
-from bmoe_lab.streaming import dense as dense_weights
 from bmoe_lab.streaming.budget import auto_budget, memory_available
+from bmoe_lab.streaming.dense import DenseWeights
 from bmoe_lab.streaming.layout import ModelLayout, read_layout
 from bmoe_lab.streaming.streamer import StackGroup, Streamer
 
@@ -65,9 +71,11 @@ class LiveModel:
     # -- opening -------------------------------------------------------------------------------
 
     def _open(self, stack: ExitStack) -> None:
-        settings = self.settings
-        self.layout: ModelLayout = read_layout(settings.path)
+        self.layout: ModelLayout = read_layout(self.settings.path)
+        settings = self.settings = self.settings.fitted(self.layout.context_length)
         self._check_layout()
+        # Asked before the model is mapped: its pages would count as taken.
+        self._available = memory_available()
         self.model = Model(
             settings.path, n_expert_used=settings.n_expert_used, arch=self.layout.arch
         )
@@ -77,15 +85,18 @@ class LiveModel:
                 f"model must generate text; got an encoder ({self.layout.arch}) in "
                 f"{settings.path}. Encoder models are not supported."
             )
-        if settings.n_ctx > self.model.n_ctx_train > 0:
-            raise SettingsError(
-                f"n_ctx must be at most the {self.model.n_ctx_train} positions the model was "
-                f"trained for; got {settings.n_ctx}."
+        trained = self.model.n_ctx_train
+        if self.n_ctx > trained > 0:
+            warnings.warn(
+                f"n_ctx is {self.n_ctx}, but the model was trained for {trained} positions; "
+                "beyond them its output is not to be trusted.",
+                BeyondTrainingWarning,
+                stacklevel=2,
             )
         self._filter = NodeFilter(self._on_node)
         self.context = Context(
             self.model,
-            n_ctx=settings.n_ctx,
+            n_ctx=self.n_ctx,
             n_ubatch=settings.n_ubatch,
             n_threads=settings.n_threads,
             callbacks=self._filter,
@@ -178,12 +189,12 @@ class LiveModel:
         if cache == "auto":
             convert = self._dense_total() if settings.dense == "anon" else 0
             budget = auto_budget(
-                memory_available(),
+                self._available,
+                self.expert_bytes_total,
                 floor=settings.cache_floor,
                 ceiling=settings.cache_ceiling,
-                expert_bytes_total=self.expert_bytes_total,
                 dense_to_convert=convert,
-            )
+            ).n_bytes
             return LRU(budget), budget
         return LRU(cache), cache
 
@@ -217,12 +228,12 @@ class LiveModel:
                     )
                 ranges.append((expert_stack.data, expert_stack.n_bytes))
                 stack.callback(tensors.set_data, expert_stack.address, expert_stack.data)
-                tensors.set_data(expert_stack.address, self.streamer.address(layer.index, position))
+                tensors.set_data(expert_stack.address, self.streamer.addresses[expert_stack.name])
         self.anon: Any = None
         if self.settings.dense == "anon":
             known = [w for w in self.graph.weights if w.name in self.layout.tensors]
-            self.anon = dense_weights.read_dense(
-                self.layout, sorted({w.name for w in known}), direct=self.settings.direct
+            self.anon = DenseWeights(
+                self.layout, [(w.name, w.n_bytes) for w in known], self.streamer.reader
             )
             stack.callback(self.anon.close)
             for weight in known:
@@ -251,6 +262,12 @@ class LiveModel:
 
     def _on_node(self, tensor: int, entry: int) -> None:
         self.dispatch(tensor, entry)
+
+    @property
+    def n_ctx(self) -> int:
+        """Positions of the context."""
+        assert self.settings.n_ctx is not None  # fitted to the model at opening
+        return self.settings.n_ctx
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -52,12 +52,9 @@ def execute(
     keep: Callable[[Run], None],
 ) -> Run:
     """Run `loop` and return what came of it; `keep` gets the run even if an exception follows."""
-    policy = request.policy
-    if policy is not None:
-        policy.reset(request.seed)
     recorder = _recorder(live, request) if request.record != "off" else None
     run = RunAccount(
-        policy=policy,
+        policy=request.policy,
         recorder=recorder,
         level=request.record,
         seed=request.seed,

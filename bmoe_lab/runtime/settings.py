@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from bmoe_lab.sizes import parse_size
 __all__ = ["Settings", "integer", "one_of", "physical_cores"]
 
 DENSE_POLICIES = ("mmap", "anon")
+#: Positions of a context that the user leaves open, where the model was trained for as many.
+DEFAULT_CONTEXT = 2048
 OVERLAPS = ("off", "auto", "hook", "userfault")
 
 
@@ -24,7 +27,7 @@ class Settings:
     cache: Any
     cache_floor: int
     cache_ceiling: int | None
-    n_ctx: int
+    n_ctx: int | None
     n_ubatch: int
     n_threads: int
     io_lanes: int
@@ -41,7 +44,7 @@ class Settings:
         cache: Any,
         cache_floor: int | str,
         cache_ceiling: int | str | None,
-        n_ctx: int,
+        n_ctx: int | None,
         n_ubatch: int,
         n_threads: int | None,
         io_lanes: int,
@@ -74,7 +77,6 @@ class Settings:
                 f"overlap must be 'off' in this version; got {overlap!r}. Reading while a layer "
                 "computes is not built yet."
             )
-        n_ctx = integer("n_ctx", n_ctx, 1, 1 << 24)
         threads = physical_cores() if n_threads is None else n_threads
         return cls(
             path=Path(os.fspath(path)).expanduser().absolute(),
@@ -83,8 +85,8 @@ class Settings:
             cache_ceiling=None
             if cache_ceiling is None
             else parse_size(cache_ceiling, name="cache_ceiling"),
-            n_ctx=n_ctx,
-            n_ubatch=min(integer("n_ubatch", n_ubatch, 1, 1 << 16), n_ctx),
+            n_ctx=None if n_ctx is None else integer("n_ctx", n_ctx, 1, 1 << 24),
+            n_ubatch=integer("n_ubatch", n_ubatch, 1, 1 << 16),
             n_threads=integer("n_threads", threads, 1, 512),
             io_lanes=integer("io_lanes", io_lanes, 1, 32),
             direct=_boolean("direct", direct),
@@ -94,6 +96,14 @@ class Settings:
             else integer("n_expert_used", n_expert_used, 1, 1 << 15),
             poison=None if poison is None else integer("poison", poison, 0, 255),
         )
+
+
+    def fitted(self, n_ctx_trained: int | None) -> Settings:
+        """Return the settings with a context that fits the model, and evaluations that fit it."""
+        n_ctx = self.n_ctx
+        if n_ctx is None:
+            n_ctx = min(DEFAULT_CONTEXT, n_ctx_trained or DEFAULT_CONTEXT)
+        return dataclasses.replace(self, n_ctx=n_ctx, n_ubatch=min(self.n_ubatch, n_ctx))
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
