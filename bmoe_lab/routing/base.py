@@ -202,11 +202,11 @@ class RoutingPolicy(Parametrised):
 
     def select(self, routing: Routing) -> npt.NDArray[Any] | None:
         """Return other ids, integers of shape (token, slot), or None to leave the router's."""
-        return self._run_kernel(routing) if self._kernel_acts_at("select") else None
+        return self.run_kernel(routing) if self.uses_kernel("select") else None
 
     def weigh(self, routing: Routing) -> npt.NDArray[Any] | None:
         """Return a bool mask (True drops), other weights (float), or None; shape (token, slot)."""
-        return self._run_kernel(routing) if self._kernel_acts_at("weigh") else None
+        return self.run_kernel(routing) if self.uses_kernel("weigh") else None
 
     # --- what a policy says about itself -------------------------------------------------------
 
@@ -223,7 +223,22 @@ class RoutingPolicy(Parametrised):
     def acts_at(self, stage: Literal["select", "weigh"]) -> bool:
         """Return whether the policy does anything at `stage`."""
         overridden = getattr(type(self), stage) is not getattr(RoutingPolicy, stage)
-        return overridden or self._kernel_acts_at(stage)
+        return overridden or self.uses_kernel(stage)
+
+    def uses_kernel(self, stage: Literal["select", "weigh"]) -> bool:
+        """Return whether `kernel`, rather than the method, decides at `stage`.
+
+        The kernel does where one class defines both, so that the method can be its readable
+        twin; a subclass that overrides the method replaces the kernel that it inherits.
+        """
+        if self.kernel is None or self.stage != stage:
+            return False
+        for cls in type(self).__mro__:
+            if "kernel" in vars(cls):
+                return True
+            if stage in vars(cls):
+                return False
+        return False
 
     def validate(self) -> None:
         """Raise PolicyError if a parameter has an impossible value."""
@@ -287,9 +302,6 @@ class RoutingPolicy(Parametrised):
         """Return what `kernel` gets as ``parameters``."""
         return ()
 
-    def _kernel_acts_at(self, stage: str) -> bool:
-        return self.kernel is not None and self.stage == stage
-
     def _layer_state(self, layer: int) -> npt.NDArray[np.float64]:
         if self._state is None or layer >= len(self._state):
             grown = np.zeros((max(2 * layer, 64), self.n_state))
@@ -299,7 +311,8 @@ class RoutingPolicy(Parametrised):
         row: npt.NDArray[np.float64] = self._state[layer]
         return row
 
-    def _run_kernel(self, routing: Routing) -> npt.NDArray[Any] | None:
+    def run_kernel(self, routing: Routing) -> npt.NDArray[Any] | None:
+        """Return what `kernel` decides; None if it changed nothing."""
         assert self.kernel is not None
         ids = np.ascontiguousarray(routing.ids, dtype=np.int32)
         out: npt.NDArray[Any]

@@ -446,6 +446,23 @@ def _read_only(array: A) -> A:
     return view
 
 
+def _guarded(routing: Routing) -> Routing:
+    """Return `routing` with arrays that a policy in Python cannot write into by mistake."""
+    return Routing(
+        layer=routing.layer,
+        block=routing.block,
+        phase=routing.phase,
+        positions=_read_only(routing.positions),
+        ids=_read_only(routing.ids),
+        scores=None if routing.scores is None else _read_only(routing.scores),
+        score_kind=routing.score_kind,
+        weights=None if routing.weights is None else _read_only(routing.weights),
+        resident=_read_only(routing.resident),
+        expert_bytes=routing.expert_bytes,
+        seed=routing.seed,
+    )
+
+
 class Engine:
     """Runs a clone of one policy over one run.
 
@@ -478,10 +495,8 @@ class Engine:
         self.selects = self.policy.acts_at("select")
         self.weighs = self.policy.acts_at("weigh")
         self._phases = self.policy.phases
-        own = type(self.policy)
-        self._guards_views = (
-            own.select is not RoutingPolicy.select or own.weigh is not RoutingPolicy.weigh
-        )
+        self._kernel_selects = self.policy.uses_kernel("select")
+        self._kernel_weighs = self.policy.uses_kernel("weigh")
         # The latest selection that changed something: (layer, action), so that a slot which is
         # substituted and then dropped is one changed slot.
         self._selected: tuple[int, Actions] | None = None
@@ -506,7 +521,11 @@ class Engine:
         self._selected = None
         if not self.selects or routing.phase not in self._phases:
             return None
-        result = self.policy.select(self._view(routing))
+        result = (
+            self.policy.run_kernel(routing)
+            if self._kernel_selects
+            else self.policy.select(_guarded(routing))
+        )
         selection = None
         if result is not None:
             ids = check_selected(result, routing, routing.resident.size, self.policy)
@@ -540,7 +559,11 @@ class Engine:
             raise PolicyError(
                 f"policy must see the router's weights; got {self.policy!r} where there are none."
             )
-        result = self.policy.weigh(self._view(routing))
+        result = (
+            self.policy.run_kernel(routing)
+            if self._kernel_weighs
+            else self.policy.weigh(_guarded(routing))
+        )
         weighing = None
         if result is not None:
             checked = check_weighed(result, routing, self.policy)
@@ -563,24 +586,6 @@ class Engine:
                 both = (self._selected[1] == SUBSTITUTED) & (weighing.action == DROPPED)
                 counters.changed -= int(np.count_nonzero(both))
         return weighing
-
-    def _view(self, routing: Routing) -> Routing:
-        """Return `routing` with arrays that a policy in Python cannot write into by mistake."""
-        if not self._guards_views:
-            return routing
-        return Routing(
-            layer=routing.layer,
-            block=routing.block,
-            phase=routing.phase,
-            positions=_read_only(routing.positions),
-            ids=_read_only(routing.ids),
-            scores=None if routing.scores is None else _read_only(routing.scores),
-            score_kind=routing.score_kind,
-            weights=None if routing.weights is None else _read_only(routing.weights),
-            resident=_read_only(routing.resident),
-            expert_bytes=routing.expert_bytes,
-            seed=routing.seed,
-        )
 
     def _count_examined(self, routing: Routing) -> None:
         n_row, width = routing.ids.shape
