@@ -31,7 +31,6 @@ __all__ = [
     "CacheBelowCycleWarning",
     "DatasetError",
     "ModelFileError",
-    "PolicyCaution",
     "PolicyError",
     "PolicyNeverFiredWarning",
     "SchemaError",
@@ -99,10 +98,6 @@ class BeyondTrainingWarning(BmoeLabWarning):
 
 class CacheBelowCycleWarning(BmoeLabWarning):
     """The cache is smaller than what one token asks for, so an LRU can hit nothing."""
-
-
-class PolicyCaution(BmoeLabWarning):
-    """A policy can run, but hardly in the way that its user means."""
 
 
 class PolicyNeverFiredWarning(BmoeLabWarning):

@@ -37,6 +37,8 @@ class Summary:
         What the policy looked at and changed.
     effective : str
         The policy's threshold for this model, in words.
+    cautions : tuple of str
+        Why the policy may not do what its user means.
     ended_by : str
         ``n_predict``, ``end of text``, ``stop word``, ``stopped`` or ``failed``.
     cache_budget_bytes, token_cycle_bytes : int
@@ -54,6 +56,7 @@ class Summary:
     decode: PhaseTotals
     counters: Counters
     effective: str
+    cautions: tuple[str, ...]
     ended_by: str
     cache_budget_bytes: int
     token_cycle_bytes: int
@@ -122,6 +125,7 @@ class Summary:
             )
             if self.effective:
                 rows.append(("threshold", self.effective))
+            rows += [("caution", caution) for caution in self.cautions]
         rows.append(("ended by", self.ended_by))
         if self.instrumented:
             rows.append(("note", "recording was on; not a benchmark run"))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from bmoe_lab.errors import PolicyCaution, PolicyError, SessionError, SettingsError
+from bmoe_lab.errors import PolicyError, SessionError, SettingsError
 from bmoe_lab.run import Run
 from bmoe_lab.runtime.settings import Settings, integer, one_of
 from bmoe_lab.sizes import format_size
@@ -545,6 +544,10 @@ class Session:
         seed = integer("seed", seed, 0, (1 << 63) - 1)
         if save is not None and record == "off":
             raise SettingsError("save needs a trace; got record='off'. Record 'ids' or drop save.")
+        if save is not None:
+            from bmoe_lab.recording import check_writable
+
+            check_writable(save)
         live = self._model
         request = RunRequest(
             policy=self._prepared(policy, record),
@@ -583,8 +586,6 @@ class Session:
                 f"{clone!r} must be able to edit every expert layer; got {why}. This model can "
                 "be streamed losslessly only."
             )
-        for caution in clone.cautions(facts):
-            warnings.warn(caution, PolicyCaution, stacklevel=4)
         return clone
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from bmoe_lab import schema
 from bmoe_lab._version import __version__
-from bmoe_lab.errors import PolicyNeverFiredWarning
+from bmoe_lab.errors import BmoeLabError, PolicyNeverFiredWarning, TraceFileError
 from bmoe_lab.run import Run, Summary
 from bmoe_lab.runtime.account import PhaseTotals, RunAccount
 from bmoe_lab.runtime.loops import Outcome, TextStream
@@ -74,14 +74,8 @@ def execute(
         failure = error
     complete = outcome.ended_by not in ("stopped", "failed")
     summary = _summary(live, request, run, outcome)
-    try:
-        trace = _finish(recorder, request, summary, complete)
-    except BaseException as error:
-        # What stopped the run is the news; that nothing was recorded then is its consequence.
-        if failure is None:
-            raise
-        trace = None
-        failure.add_note(f"No trace was kept: {error}")
+    trace, lost = _finish(recorder, request, summary, complete)
+    failure = failure or lost
     result = _result(live, outcome, trace, summary, complete)
     keep(result)
     if failure is not None:
@@ -193,6 +187,7 @@ def _summary(live: LiveModel, request: RunRequest, run: RunAccount, outcome: Out
         decode=run.totals.get(schema.Phase.decode, PhaseTotals()),
         counters=run.counters,
         effective=policy.effective(live.facts()) if policy is not None else "",
+        cautions=tuple(policy.cautions(live.facts())) if policy is not None else (),
         ended_by=outcome.ended_by,
         cache_budget_bytes=live.cache_budget,
         token_cycle_bytes=live.token_cycle,
@@ -203,21 +198,25 @@ def _summary(live: LiveModel, request: RunRequest, run: RunAccount, outcome: Out
 
 def _finish(
     recorder: Recorder | None, request: RunRequest, summary: Summary, complete: bool
-) -> xr.Dataset | None:
+) -> tuple[xr.Dataset | None, BmoeLabError | None]:
+    """Close the recording; return the trace, and why its file could not be written."""
     if recorder is None:
-        return None
+        return None, None
     if recorder.n_token == 0 and not complete:
-        recorder.abandon()
-        return None
-    attrs: dict[str, Any] = {
-        "complete": complete,
-        "ended_by": summary.ended_by,
-        "policy_fired": summary.fired,
-        "policy_counters": summary.counters.to_dict(),
-    }
-    if summary.lossless:
-        del attrs["policy_fired"], attrs["policy_counters"]
-    return recorder.finish(schema.clean_attrs(attrs), save=request.save)
+        # Cut off before the first evaluation was finished: there is nothing to keep.
+        if recorder.journal is not None:
+            recorder.journal.remove()
+        return None, None
+    attrs: dict[str, Any] = {"complete": complete, "ended_by": summary.ended_by}
+    if not summary.lossless:
+        attrs["policy_fired"] = summary.fired
+        attrs["policy_counters"] = summary.counters.to_dict()
+    attrs = schema.clean_attrs(attrs)
+    try:
+        return recorder.finish(attrs, save=request.save), None
+    except TraceFileError as error:
+        # The file is lost, the recording is not: the caller gets both.
+        return recorder.finish(attrs), error
 
 
 def _result(

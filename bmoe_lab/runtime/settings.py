@@ -97,7 +97,6 @@ class Settings:
             poison=None if poison is None else integer("poison", poison, 0, 255),
         )
 
-
     def fitted(self, n_ctx_trained: int | None) -> Settings:
         """Return the settings with a context that fits the model, and evaluations that fit it."""
         n_ctx = self.n_ctx
