@@ -6,6 +6,7 @@ logit and still pick the same tokens.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def plain_case(path: Path, text: str, *, n_threads: int = 1, n_used: int | None 
 def pieces() -> list[tuple[int, int]]:
     """Return the (start, stop) of every evaluation: micro-batches, then single tokens."""
     edges = [*range(0, N_PREFILL, N_UBATCH), *range(N_PREFILL, N_PREFILL + N_DECODE + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def open_session(case: Case, **settings: Any) -> bl.Session:
