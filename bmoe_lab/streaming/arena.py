@@ -18,6 +18,7 @@ import mmap
 import numpy as np
 
 from bmoe_lab.errors import StreamingError
+from bmoe_lab.seam.pages import free_pages
 
 __all__ = ["Arena"]
 
@@ -101,58 +102,51 @@ class Arena:
         if poison is not None:
             self._bytes[:] = poison
 
-    def admit(self, expert: int) -> tuple[int, int]:
-        """Count `expert` in; return the pages ``[first, stop)`` that it is the first to cover."""
+    def admit(self, expert: int) -> None:
+        """Count `expert` in. Its pages come with the first byte that is read into them."""
         if self._resident[expert]:
-            return 0, 0
+            return
         self._resident[expert] = 1
-        covers, first, last = self._covers, self._first[expert], self._last[expert]
-        before = covers[first]
-        covers[first] = before + 1
-        start = first if before == 0 else first + 1
-        if last == first:
-            return start, first + 1
-        before = covers[last]
-        covers[last] = before + 1
-        return start, (last + 1 if before == 0 else last)
+        first, last = self._first[expert], self._last[expert]
+        self._covers[first] += 1
+        if last != first:
+            self._covers[last] += 1
 
     def vacate(self, expert: int) -> tuple[int, int]:
-        """Count `expert` out; return the pages ``[first, stop)`` that nothing covers any more."""
+        """Count `expert` out; return the (address, bytes) of memory that nothing covers any more.
+
+        The caller frees it; until then the pages hold what they held.
+        """
         if not self._resident[expert]:
             return 0, 0
         self._resident[expert] = 0
-        covers, first, last = self._covers, self._first[expert], self._last[expert]
-        left = covers[first] - 1
-        covers[first] = left
-        start = first if left == 0 else first + 1
-        if last == first:
-            return start, first + 1
-        left = covers[last] - 1
-        covers[last] = left
-        return start, (last + 1 if left == 0 else last)
-
-    def release(self, first: int, stop: int) -> None:
-        """Give the memory of pages ``[first, stop)`` back to the kernel."""
-        if stop > first and self.poison is None:
-            page = self.page_size
-            self._map.madvise(mmap.MADV_DONTNEED, first * page, (stop - first) * page)
-
-    def evict(self, expert: int) -> None:
-        """Count `expert` out and release what nothing else covers."""
-        was_resident = self._resident[expert]
-        first, stop = self.vacate(expert)
-        self.release(first, stop)
-        if was_resident and self.poison is not None:
+        if self.poison is not None:
             start = self.file_offset - self.origin + expert * self.slice_bytes
             self._bytes[start : start + self.slice_bytes] = self.poison
+        covers, start, last = self._covers, self._first[expert], self._last[expert]
+        left = covers[start] - 1
+        covers[start] = left
+        stop = last + 1
+        if last != start:
+            remaining = covers[last] - 1
+            covers[last] = remaining
+            if remaining:
+                stop = last
+        if left:
+            start += 1
+        if stop <= start or self.poison is not None:
+            return 0, 0
+        return self.base + start * self.page_size, (stop - start) * self.page_size
+
+    def evict(self, expert: int) -> None:
+        """Count `expert` out and give back the memory that nothing covers any more."""
+        address, n_bytes = self.vacate(expert)
+        if n_bytes:
+            free_pages(address, n_bytes)
 
     def is_resident(self, expert: int) -> bool:
         """Whether `expert` is counted in."""
         return bool(self._resident[expert])
-
-    def page_address(self, page: int) -> int:
-        """Return the address of one of the range's pages."""
-        return self.base + page * self.page_size
 
     def window(self, expert: int) -> tuple[memoryview, int, int]:
         """Return where the whole pages around `expert` go and lie: (place, file offset, bytes).

@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from bmoe_lab.errors import SettingsError, StreamingError
+from bmoe_lab.seam.pages import free_pages
 
 __all__ = ["Job", "ReadCancelled", "Reader"]
 
@@ -73,48 +74,70 @@ class _Piece(NamedTuple):
     stop: int
     view: memoryview
     origin: int
+    frees: list[tuple[int, int]]  # (address, bytes) to give back before reading
 
 
 class _Load:
     """The work of one :meth:`Reader.read`, shared by the lanes."""
 
-    __slots__ = ("cancelled", "done", "error", "pieces")
+    __slots__ = ("cancelled", "done", "error", "failed", "pieces")
 
     def __init__(self, pieces: Iterable[_Piece], cancelled: threading.Event) -> None:
         self.pieces = deque(pieces)
-        self.error: tuple[_Piece, int, OSError | None] | None = None
+        self.failed: tuple[_Piece, int] | None = None
+        self.error: OSError | None = None
         self.cancelled = cancelled
-        self.done: SimpleQueue[tuple[int, float]] = SimpleQueue()
+        self.done: SimpleQueue[_Tally] = SimpleQueue()
 
-    def drain(self) -> tuple[int, float]:
-        """Read pieces until none is left; return bytes read and seconds taken."""
-        began = time.perf_counter()
+    def drain(self) -> _Tally:
+        """Work until no piece is left, or one has failed anywhere."""
+        clock = time.perf_counter
+        began = clock()
+        free_s = 0.0
         n_bytes = 0
         pieces, preadv, is_cancelled = self.pieces, os.preadv, self.cancelled.is_set
-        while not is_cancelled():
+        while self.failed is None and not is_cancelled():
             try:
                 piece = pieces.popleft()
             except IndexError:
                 break
-            descriptor, at, stop, view, origin = piece
-            while at < stop:
-                try:
+            descriptor, at, stop, view, origin, frees = piece
+            try:
+                if frees:
+                    started = clock()
+                    for address, length in frees:
+                        free_pages(address, length)
+                    free_s += clock() - started
+                while at < stop:
                     got = preadv(descriptor, [view[at - origin : stop - origin]], at)
-                except OSError as error:
-                    self._fail(piece, at, error)
-                    break
-                if got == 0:
-                    self._fail(piece, at, None)
-                    break
-                at += got
-                n_bytes += got
-        return n_bytes, time.perf_counter() - began
+                    if got == 0:
+                        self._fail(piece, at, None)
+                        break
+                    at += got
+                    n_bytes += got
+            except OSError as error:
+                self._fail(piece, at, error)
+        return _Tally(n_bytes, clock() - began, free_s)
 
     def _fail(self, piece: _Piece, at: int, error: OSError | None) -> None:
-        # The first error is the one that is told; the rest of the load is not worth reading.
-        if self.error is None:
-            self.error = (piece, at, error)
-        self.pieces.clear()
+        # The first failure is the one that is told; the rest of the load is not worth reading.
+        if self.failed is None:
+            self.error = error
+            self.failed = piece, at
+
+    def free_rest(self) -> None:
+        """Free what pieces that nobody will read were to free."""
+        while self.pieces:
+            for address, length in self.pieces.popleft().frees:
+                free_pages(address, length)
+
+
+class _Tally(NamedTuple):
+    """What one lane did for one load."""
+
+    n_bytes: int
+    busy_s: float
+    free_s: float
 
 
 def _lane(inbox: SimpleQueue[_Load | None]) -> None:
@@ -153,8 +176,9 @@ class Reader:
         ``"direct"``, or ``"buffered"`` with the reason.
     bytes_requested, bytes_read : int
         What jobs asked for, and what was read for it: direct reads are rounded to blocks.
-    busy_s : float
-        Seconds that lanes spent reading, summed over lanes.
+    busy_s, free_s : float
+        Seconds that lanes worked, and the part of it in which they freed memory, summed over
+        lanes.
 
     Raises
     ------
@@ -177,6 +201,7 @@ class Reader:
         self.bytes_requested = 0
         self.bytes_read = 0
         self.busy_s = 0.0
+        self.free_s = 0.0
         self._paths = [Path(path) for path in paths]
         self._pid = os.getpid()
         self._cancelled = threading.Event()
@@ -233,8 +258,17 @@ class Reader:
             self._direct.append(descriptor)
         return "direct"
 
-    def read(self, jobs: Sequence[Job]) -> None:
+    def read(self, jobs: Sequence[Job], frees: Sequence[tuple[int, int]] = ()) -> None:
         """Read every job; return when the last byte is in place.
+
+        Parameters
+        ----------
+        jobs : sequence of Job
+            In the order in which they are wanted. Neighbours in file and memory are joined.
+        frees : sequence of (int, int), optional
+            Address and bytes of memory to give back. Freed in the lanes, as freeing takes time in
+            which others can read, but always as many bytes as are read, before they are read; all
+            of it also if the read fails.
 
         Raises
         ------
@@ -252,28 +286,33 @@ class Reader:
                 "Open a session of its own in the child."
             )
         pieces, n_bytes = self._plan(jobs)
+        _attach(pieces, frees)
         load = _Load(pieces, self._cancelled)
         helpers = 0 if n_bytes < INLINE_BYTES else min(len(self._inboxes), max(len(pieces) - 1, 0))
         for inbox in self._inboxes[:helpers]:
             inbox.put(load)
         waiting = helpers
         try:
-            read, busy = load.drain()
+            tallies = [load.drain()]
             while waiting:
-                more, seconds = load.done.get()
+                tallies.append(load.done.get())
                 waiting -= 1
-                read += more
-                busy += seconds
-        except BaseException:
+        except BaseException as error:
             # An interrupt in this thread: the lanes still write to the caller's memory.
-            load.pieces.clear()
+            if load.failed is None and pieces:
+                load.error = error if isinstance(error, OSError) else None
+                load.failed = pieces[0], pieces[0].start
             for _ in range(waiting):
                 load.done.get()
+            load.free_rest()
             raise
-        self.bytes_read += read
-        self.busy_s += busy
-        if load.error is not None:
-            raise self._failure(*load.error)
+        load.free_rest()
+        for tally in tallies:
+            self.bytes_read += tally.n_bytes
+            self.busy_s += tally.busy_s
+            self.free_s += tally.free_s
+        if load.failed is not None:
+            raise self._failure(*load.failed, load.error)
         if self._cancelled.is_set():
             raise ReadCancelled("reading must run to its end; got an interrupt. Run it again.")
         self.bytes_requested += sum(job.n_bytes for job in jobs)
@@ -299,19 +338,18 @@ class Reader:
         """Round jobs to blocks, join neighbours, cut what is large; return pieces and bytes."""
         direct, block = self.direct, self.block
         merged: list[list[int]] = []  # shard, start, stop, index of a job with its view
-        previous_view: memoryview | None = None
+        open_ranges: dict[int, list[int]] = {}  # by view, the range that the next job may extend
         for index, (shard, start, n_bytes, view, _) in enumerate(jobs):
             stop = start + n_bytes
             if direct:
                 start -= start % block
                 stop = -(-stop // block) * block
-            if view is previous_view and merged:
-                last = merged[-1]
-                if last[0] == shard and last[1] <= start <= last[2]:
-                    last[2] = max(last[2], stop)
-                    continue
-            merged.append([shard, start, stop, index])
-            previous_view = view
+            last = open_ranges.get(id(view))
+            if last is not None and last[0] == shard and last[1] <= start <= last[2]:
+                last[2] = max(last[2], stop)
+            else:
+                open_ranges[id(view)] = last = [shard, start, stop, index]
+                merged.append(last)
 
         total = sum(stop - start for _, start, stop, _ in merged)
         cut = min(max(MIN_PIECE_BYTES, -(-total // self.lanes)), MAX_PIECE_BYTES)
@@ -325,10 +363,10 @@ class Reader:
                 end = min(stop, self._sizes[shard] // block * block)
                 tail = min(stop, self._sizes[shard])
                 if tail > end:
-                    pieces.append(_Piece(self._buffered[shard], end, tail, view, origin))
+                    pieces.append(_Piece(self._buffered[shard], end, tail, view, origin, []))
             descriptor = (self._direct if direct else self._buffered)[shard]
             for at in range(start, end, cut):
-                pieces.append(_Piece(descriptor, at, min(at + cut, end), view, origin))
+                pieces.append(_Piece(descriptor, at, min(at + cut, end), view, origin, []))
         return pieces, total
 
     def _failure(self, piece: _Piece, at: int, error: OSError | None) -> StreamingError:
@@ -346,6 +384,24 @@ class Reader:
         )
         failure.__cause__ = error
         return failure
+
+
+def _attach(pieces: list[_Piece], frees: Sequence[tuple[int, int]]) -> None:
+    """Give every piece what is to be freed before it: at least its own bytes, while there are."""
+    if not frees:
+        return
+    if not pieces:
+        for address, n_bytes in frees:
+            free_pages(address, n_bytes)
+        return
+    balance = 0  # freed less read
+    rest = iter(frees)
+    for piece in pieces:
+        balance -= piece.stop - piece.start
+        while balance < 0 and (free := next(rest, None)) is not None:
+            piece.frees.append(free)
+            balance += free[1]
+    pieces[0].frees.extend(rest)
 
 
 def _doubt(direct: int, buffered: int, size: int, block: int) -> str | None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.errors import StreamingError
+from bmoe_lab.seam.pages import free_pages
 from bmoe_lab.streaming.arena import Arena
 from bmoe_lab.streaming.layout import ModelLayout
 from bmoe_lab.streaming.reader import Job, Reader
@@ -93,6 +94,11 @@ class _Stack:
         self.shard = shard
         self.offset = arena.file_offset
         self.slice_bytes = arena.slice_bytes
+
+    def job(self, expert: int) -> Job:
+        """Return the read that fills one expert's slice."""
+        size, arena = self.slice_bytes, self.arena
+        return Job(self.shard, self.offset + expert * size, size, arena.view, arena.origin)
 
 
 class Streamer:
@@ -228,32 +234,22 @@ class Streamer:
             )
         found = self.state.load(flat.astype(np.int64) + layer * self.n_expert)
         missing, victims = found.missing, found.victims
-        if victims.size:
-            self._evict(victims)
         costs = self._costs
         costs.evictions += victims.size
-        if missing.size:
-            experts = (missing - layer * self.n_expert).tolist()
-            jobs = []
-            for expert in sorted(experts):
-                for stack in self._stacks[layer]:
-                    arena, size = stack.arena, stack.slice_bytes
-                    arena.admit(expert)
-                    jobs.append(
-                        Job(
-                            stack.shard,
-                            stack.offset + expert * size,
-                            size,
-                            arena.view,
-                            arena.origin,
-                        )
-                    )
+        if missing.size or victims.size:
+            jobs = self._admit(layer, (missing - layer * self.n_expert).tolist())
+            # After the admission: a page that a victim shares with a neighbour that is about to
+            # be read is not freed, as a lane might free it after the read.
+            frees = self._vacate(victims)
             started = time.perf_counter()
             before = self.reader.bytes_read
             try:
-                self.reader.read(jobs)
+                self.reader.read(jobs, frees)
             except BaseException:
-                self._undo(missing)
+                # Whether some of it arrived is not worth knowing.
+                keys = missing.copy()
+                self.state.forget(keys)
+                self._evict(keys)
                 raise
             finally:
                 ended = time.perf_counter()
@@ -264,17 +260,29 @@ class Streamer:
         costs.manage_s += time.perf_counter() - began
         return StreamLoad(found.residency, read_bytes, int(missing.size))
 
-    def _evict(self, keys: npt.NDArray[np.int64]) -> None:
+    def _admit(self, layer: int, experts: list[int]) -> list[Job]:
+        """Count `experts` in; return the reads that fill them, one expert after the other."""
+        jobs = []
+        for expert in sorted(experts):
+            for stack in self._stacks[layer]:
+                stack.arena.admit(expert)
+                jobs.append(stack.job(expert))
+        return jobs
+
+    def _vacate(self, keys: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Count `keys` out; return the memory to free."""
+        frees = []
         for key in keys.tolist():
             layer, expert = divmod(key, self.n_expert)
             for stack in self._stacks[layer]:
-                stack.arena.evict(expert)
+                free = stack.arena.vacate(expert)
+                if free[1]:
+                    frees.append(free)
+        return frees
 
-    def _undo(self, missing: npt.NDArray[np.int64]) -> None:
-        """Take out what was to be read; whether some of it arrived is not worth knowing."""
-        keys = missing.copy()
-        self.state.forget(keys)
-        self._evict(keys)
+    def _evict(self, keys: npt.NDArray[np.int64]) -> None:
+        for address, n_bytes in self._vacate(keys):
+            free_pages(address, n_bytes)
 
     def resident(self, layer: int) -> npt.NDArray[np.bool_]:
         """Return which experts of `layer` are in memory, shape (expert,): a live view."""
