@@ -35,6 +35,7 @@ class Counters:
     bytes_saved : int
         Bytes of the missing experts that the router's choice would have read less those that
         the policy's choice reads, distinct experts per load, at the residency before the load.
+        Not the difference to a lossless run, where the spared expert would have stayed resident.
     """
 
     routings: int = 0
