@@ -69,67 +69,15 @@ class Job(NamedTuple):
 
 
 class _Piece(NamedTuple):
+    """One stretch of a file for one system call."""
+
     descriptor: int
     start: int
     stop: int
     view: memoryview
     origin: int
+    block: int  # reads of this descriptor begin at multiples of it
     frees: list[tuple[int, int]]  # (address, bytes) to give back before reading
-
-
-class _Load:
-    """The work of one :meth:`Reader.read`, shared by the lanes."""
-
-    __slots__ = ("cancelled", "done", "error", "failed", "pieces")
-
-    def __init__(self, pieces: Iterable[_Piece], cancelled: threading.Event) -> None:
-        self.pieces = deque(pieces)
-        self.failed: tuple[_Piece, int] | None = None
-        self.error: OSError | None = None
-        self.cancelled = cancelled
-        self.done: SimpleQueue[_Tally] = SimpleQueue()
-
-    def drain(self) -> _Tally:
-        """Work until no piece is left, or one has failed anywhere."""
-        clock = time.perf_counter
-        began = clock()
-        free_s = 0.0
-        n_bytes = 0
-        pieces, preadv, is_cancelled = self.pieces, os.preadv, self.cancelled.is_set
-        while self.failed is None and not is_cancelled():
-            try:
-                piece = pieces.popleft()
-            except IndexError:
-                break
-            descriptor, at, stop, view, origin, frees = piece
-            try:
-                if frees:
-                    started = clock()
-                    for address, length in frees:
-                        free_pages(address, length)
-                    free_s += clock() - started
-                while at < stop:
-                    got = preadv(descriptor, [view[at - origin : stop - origin]], at)
-                    if got == 0:
-                        self._fail(piece, at, None)
-                        break
-                    at += got
-                    n_bytes += got
-            except OSError as error:
-                self._fail(piece, at, error)
-        return _Tally(n_bytes, clock() - began, free_s)
-
-    def _fail(self, piece: _Piece, at: int, error: OSError | None) -> None:
-        # The first failure is the one that is told; the rest of the load is not worth reading.
-        if self.failed is None:
-            self.error = error
-            self.failed = piece, at
-
-    def free_rest(self) -> None:
-        """Free what pieces that nobody will read were to free."""
-        while self.pieces:
-            for address, length in self.pieces.popleft().frees:
-                free_pages(address, length)
 
 
 class _Tally(NamedTuple):
@@ -140,10 +88,77 @@ class _Tally(NamedTuple):
     free_s: float
 
 
+class _Load:
+    """The work of one :meth:`Reader.read`, shared by the lanes."""
+
+    __slots__ = ("cancelled", "failed", "pieces", "tallies", "wake")
+
+    def __init__(self, pieces: Iterable[_Piece], cancelled: threading.Event) -> None:
+        self.pieces = deque(pieces)
+        self.failed: tuple[_Piece, int, BaseException | None] | None = None
+        self.cancelled = cancelled
+        self.tallies: list[_Tally] = []  # of the other lanes
+        self.wake: SimpleQueue[None] = SimpleQueue()
+
+    def drain(self) -> _Tally:
+        """Work until no piece is left, or one has failed in any lane. Raises nothing."""
+        clock = time.perf_counter
+        began = clock()
+        free_s = 0.0
+        n_bytes = 0
+        pieces, preadv, is_cancelled = self.pieces, os.preadv, self.cancelled.is_set
+        while self.failed is None and not is_cancelled():
+            try:
+                piece = pieces.popleft()
+            except IndexError:
+                break
+            descriptor, at, stop, view, origin, block, frees = piece
+            try:
+                if frees:
+                    started = clock()
+                    for address, length in frees:
+                        free_pages(address, length)
+                    free_s += clock() - started
+                while at < stop:
+                    got = preadv(descriptor, [view[at - origin : stop - origin]], at)
+                    n_bytes += got
+                    # A short direct read may end inside a block: that block is read again.
+                    after = at + got if at + got >= stop else (at + got) // block * block
+                    if after <= at:
+                        self.fail(piece, at + got, None)
+                        break
+                    at = after
+            except BaseException as error:
+                # Also what is no error of the disk: raised by read(), in the caller's thread.
+                self.fail(piece, at, error)
+        return _Tally(n_bytes, clock() - began, free_s)
+
+    def serve(self) -> None:
+        """Be one of the other lanes."""
+        self.tallies.append(self.drain())
+        self.wake.put(None)
+
+    def wait(self, n_lanes: int) -> None:
+        """Sleep until `n_lanes` other lanes are done; may be called again after an interrupt."""
+        while len(self.tallies) < n_lanes:
+            self.wake.get()
+
+    def fail(self, piece: _Piece, at: int, error: BaseException | None) -> None:
+        """Keep the first failure, which is the one that is told; the rest is not worth reading."""
+        if self.failed is None:
+            self.failed = piece, at, error
+
+    def free_rest(self) -> None:
+        """Free what pieces that nobody will read were to free."""
+        while self.pieces:
+            for address, length in self.pieces.popleft().frees:
+                free_pages(address, length)
+
+
 def _lane(inbox: SimpleQueue[_Load | None]) -> None:
     """Serve loads until None comes. Knows no Reader, so that a forgotten one can be collected."""
     while (load := inbox.get()) is not None:
-        load.done.put(load.drain())
+        load.serve()
         del load
 
 
@@ -291,28 +306,23 @@ class Reader:
         helpers = 0 if n_bytes < INLINE_BYTES else min(len(self._inboxes), max(len(pieces) - 1, 0))
         for inbox in self._inboxes[:helpers]:
             inbox.put(load)
-        waiting = helpers
         try:
-            tallies = [load.drain()]
-            while waiting:
-                tallies.append(load.done.get())
-                waiting -= 1
+            own = load.drain()
+            load.wait(helpers)
         except BaseException as error:
             # An interrupt in this thread: the lanes still write to the caller's memory.
-            if load.failed is None and pieces:
-                load.error = error if isinstance(error, OSError) else None
-                load.failed = pieces[0], pieces[0].start
-            for _ in range(waiting):
-                load.done.get()
+            if pieces:
+                load.fail(pieces[0], pieces[0].start, error)
+            load.wait(helpers)
             load.free_rest()
             raise
         load.free_rest()
-        for tally in tallies:
+        for tally in (own, *load.tallies):
             self.bytes_read += tally.n_bytes
             self.busy_s += tally.busy_s
             self.free_s += tally.free_s
         if load.failed is not None:
-            raise self._failure(*load.failed, load.error)
+            raise self._failure(*load.failed)
         if self._cancelled.is_set():
             raise ReadCancelled("reading must run to its end; got an interrupt. Run it again.")
         self.bytes_requested += sum(job.n_bytes for job in jobs)
@@ -363,25 +373,34 @@ class Reader:
                 end = min(stop, self._sizes[shard] // block * block)
                 tail = min(stop, self._sizes[shard])
                 if tail > end:
-                    pieces.append(_Piece(self._buffered[shard], end, tail, view, origin, []))
+                    pieces.append(_Piece(self._buffered[shard], end, tail, view, origin, 1, []))
             descriptor = (self._direct if direct else self._buffered)[shard]
+            unit = block if direct else 1
             for at in range(start, end, cut):
-                pieces.append(_Piece(descriptor, at, min(at + cut, end), view, origin, []))
+                pieces.append(_Piece(descriptor, at, min(at + cut, end), view, origin, unit, []))
         return pieces, total
 
-    def _failure(self, piece: _Piece, at: int, error: OSError | None) -> StreamingError:
+    def _failure(self, piece: _Piece, at: int, error: BaseException | None) -> BaseException:
+        """Return the exception that tells what went wrong with `piece`."""
+        if error is not None and (
+            not isinstance(error, OSError) or isinstance(error, StreamingError)
+        ):
+            return error
         descriptors = self._buffered if piece.descriptor in self._buffered else self._direct
         path = str(self._paths[descriptors.index(piece.descriptor)])
-        if error is None:
-            return StreamingError(
-                f"model file must stay as it was at open; got its end at byte {at}, before byte "
-                f"{piece.stop}, of {path!r}. Restore the file, then open the session again."
+        size = os.fstat(piece.descriptor).st_size
+        if error is None or at >= size:
+            failure = StreamingError(
+                f"model file must stay as it was at open; got its end at byte {min(at, size)}, "
+                f"before byte {piece.stop}, of {path!r}. Restore the file, then open the session "
+                "again."
             )
-        code = errno.errorcode.get(error.errno or 0, str(error.errno))
-        failure = StreamingError(
-            f"model file must stay readable; got {code} ({error.strerror}) at byte {at} of "
-            f"{path!r}. Check the disk, then run again."
-        )
+        else:
+            code = errno.errorcode.get(error.errno or 0, str(error.errno))
+            failure = StreamingError(
+                f"model file must stay readable; got {code} ({error.strerror}) at byte {at} of "
+                f"{path!r}. Check the disk, then run again."
+            )
         failure.__cause__ = error
         return failure
 

@@ -55,6 +55,9 @@ class Costs:
         Seconds spent waiting for reads.
     manage_s : float
         Seconds spent on lookup, eviction and bookkeeping.
+    free_s : float
+        Seconds in which lanes freed victims' memory, summed over lanes; they pass within `io_s`,
+        mostly while other lanes read.
     bytes_read : int
         Bytes that the reader fetched, blocks rounded out; the trace charges exact expert bytes.
     evictions : int
@@ -62,6 +65,7 @@ class Costs:
 
     io_s: float = 0.0
     manage_s: float = 0.0
+    free_s: float = 0.0
     bytes_read: int = 0
     evictions: int = 0
 
@@ -242,9 +246,10 @@ class Streamer:
             # be read is not freed, as a lane might free it after the read.
             frees = self._vacate(victims)
             started = time.perf_counter()
-            before = self.reader.bytes_read
+            reader = self.reader
+            bytes_before, free_before = reader.bytes_read, reader.free_s
             try:
-                self.reader.read(jobs, frees)
+                reader.read(jobs, frees)
             except BaseException:
                 # Whether some of it arrived is not worth knowing.
                 keys = missing.copy()
@@ -255,7 +260,8 @@ class Streamer:
                 ended = time.perf_counter()
                 costs.io_s += ended - started
                 costs.manage_s -= ended - started
-                costs.bytes_read += self.reader.bytes_read - before
+                costs.bytes_read += reader.bytes_read - bytes_before
+                costs.free_s += reader.free_s - free_before
         read_bytes = found.first.astype(np.uint32) * np.uint32(self.expert_bytes[layer])
         costs.manage_s += time.perf_counter() - began
         return StreamLoad(found.residency, read_bytes, int(missing.size))
