@@ -292,12 +292,36 @@ def recover(
     folder: Annotated[Path | None, typer.Option(help="Folder to look in as well.")] = None,
 ) -> None:
     """List recordings that were cut off, or turn one into a trace."""
-    from bmoe_lab.recording_cli import list_leftovers, recover_one
+    from bmoe_lab.errors import SettingsError
+    from bmoe_lab.recording import find_leftovers
+    from bmoe_lab.recording import recover as recover_journal
 
-    if journal is None:
-        list_leftovers(console, folder)
-    else:
-        recover_one(console, journal, save)
+    if journal is not None:
+        if save is None:
+            raise SettingsError("save must name the trace to write; got nothing. Add --save x.nc.")
+        trace = recover_journal(journal, save=save)
+        console.print(f"saved {trace.sizes['token']} tokens to {save}", highlight=False)
+        return
+    leftovers = find_leftovers(folder)
+    if not leftovers:
+        console.print("no recordings were left behind")
+        return
+    table = Table(title="recordings left behind", title_justify="left")
+    for heading in ("journal", "model", "tokens", "age", "state"):
+        table.add_column(heading, overflow="fold")
+    for leftover in leftovers:
+        state = "still running" if leftover.running else leftover.note or "cut off"
+        if leftover.complete:
+            state = "run ended, file was not written"
+        table.add_row(
+            _plain(leftover.path),
+            _plain(leftover.model),
+            str(leftover.n_token),
+            f"{leftover.age_s / 60:.0f} min",
+            _plain(state),
+        )
+    console.print(table)
+    console.print("bmoe-lab recover JOURNAL --save trace.nc", highlight=False)
 
 
 @app.command()

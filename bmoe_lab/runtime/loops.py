@@ -56,7 +56,13 @@ def _micro_batches(tokens: np.ndarray, width: int) -> Iterator[np.ndarray]:
 
 
 def _prefill(
-    live: LiveModel, run: RunAccount, tokens: np.ndarray, *, batch: int, policy_on: bool
+    live: LiveModel,
+    run: RunAccount,
+    tokens: np.ndarray,
+    *,
+    turn: int,
+    batch: int,
+    policy_on: bool,
 ) -> int:
     """Evaluate `tokens` in micro-batches, with logits of the last one; return the next batch."""
     done = 0
@@ -65,7 +71,7 @@ def _prefill(
         wanted = np.zeros(len(chunk), np.bool_)
         wanted[-1] = done == len(tokens)
         live.evaluate(
-            run, chunk, wanted, phase=Phase.prefill, turn=0, batch=batch, policy_on=policy_on
+            run, chunk, wanted, phase=Phase.prefill, turn=turn, batch=batch, policy_on=policy_on
         )
         batch += 1
     return batch
@@ -85,7 +91,7 @@ def generate(
     """Generate up to `n_predict` tokens after `prompt`."""
     outcome.prompt = prompt.tolist()
     stream = TextStream(live.model.piece)
-    batch = _prefill(live, run, prompt, batch=0, policy_on=True)
+    batch = _prefill(live, run, prompt, turn=0, batch=0, policy_on=True)
     one = np.array([True])
     while True:
         token = sampler.sample(live.context)
@@ -137,7 +143,7 @@ def score(
         live.clear()
         if not run.keeps_cache:
             live.streamer.clear()
-        batch = _prefill(live, run, window[:n_context], batch=batch, policy_on=False)
+        batch = _prefill(live, run, window[:n_context], turn=number, batch=batch, policy_on=False)
         for index in range(n_context, len(window)):
             token = int(window[index])
             logprob = np.nan
