@@ -111,6 +111,8 @@ class Journal:
             ) from error
         lock(self._file.fileno())
         self._end = 0
+        import pyarrow  # noqa: F401 (paid here, before the run, not in its first flush)
+
         header = {
             "journal_version": JOURNAL_VERSION,
             "schema_version": SCHEMA_VERSION,

@@ -314,7 +314,7 @@ class Recorder:
             from bmoe_lab.recording.store import open_trace, save_trace
 
             try:
-                save_trace(trace, save)
+                save_trace(trace, save, memory_limit=self.memory_limit)
             except TraceFileError as error:
                 if self.journal is None or self.journal.failed:
                     raise
@@ -322,7 +322,7 @@ class Recorder:
                     f"{error} The recording is kept in {str(self.journal.path)!r}."
                 ) from error
             if self._spilled:
-                opened = open_trace(save)
+                opened = open_trace(save, memory_limit=self.memory_limit)
                 assert isinstance(opened, xr.Dataset)  # that is what was saved
                 trace = opened
         if self.journal is not None:
