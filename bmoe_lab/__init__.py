@@ -17,7 +17,8 @@ from bmoe_lab._version import __version__
 if TYPE_CHECKING:
     from bmoe_lab import datasets, errors, metrics, plots, residency, routing, schema, testing
     from bmoe_lab.compare import compare
-    from bmoe_lab.recording import open_trace, recover, save_trace
+    from bmoe_lab.recording import open_trace, save_trace
+    from bmoe_lab.recording.recover import recover
     from bmoe_lab.run import Run
     from bmoe_lab.session import Session
 

@@ -210,6 +210,10 @@ def score(
     ) as session:
         total = sum(len(w) - n_context for w in session.windows(content, n_context=n_context))
         with tqdm(total=total, unit="token", leave=False) as bar:
+
+            def advance(done: int) -> None:
+                bar.update(done)
+
             run = session.score(
                 content,
                 policy=parse_routing(policy) if policy else None,
@@ -217,7 +221,7 @@ def score(
                 record=level,  # type: ignore[arg-type]  # checked by the session
                 save=save,
                 seed=seed,
-                progress=bar.update,
+                progress=advance,
             )
     rows = [
         ("scored", f"{len(run.tokens)} tokens"),
@@ -300,6 +304,7 @@ def recover(
         if save is None:
             raise SettingsError("save must name the trace to write; got nothing. Add --save x.nc.")
         trace = recover_journal(journal, save=save)
+        assert not isinstance(trace, list)  # a journal was given, so a trace comes back
         console.print(f"saved {trace.sizes['token']} tokens to {save}", highlight=False)
         return
     leftovers = find_leftovers(folder)

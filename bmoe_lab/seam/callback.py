@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, types
 from numba.extending import intrinsic
 
 from bmoe_lab.errors import SeamError
+from bmoe_lab.kernels import compiled
 from bmoe_lab.seam import library as lib
 from bmoe_lab.seam.tensors import N_WORDS, WORD_OP, WORD_SRC, as_pointer
 
@@ -53,7 +54,7 @@ def _call(typingctx: Any, function: Any, tensor: Any, entry: Any) -> Any:
     return signature, codegen
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _hash_name(tensor: int, op: int) -> int:
     """FNV-1a over the name up to its NUL (what follows is left from earlier names), and the op."""
     name = carray(as_pointer(tensor + lib.OFF_NAME), lib.NAME_BYTES, dtype=np.uint8)
@@ -63,10 +64,10 @@ def _hash_name(tensor: int, op: int) -> int:
             break
         value = (value ^ np.uint64(name[i])) * np.uint64(0x100000001B3)
     value ^= value >> np.uint64(29)
-    return np.int64(value & np.uint64(0x7FFFFFFFFFFFFFFF))
+    return int(value & np.uint64(0x7FFFFFFFFFFFFFFF))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _find(tensor: int, op: int, table: np.ndarray, mask: int) -> int:
     """Return the table row of this node, or -1."""
     ancestor = tensor
@@ -154,7 +155,7 @@ class NodeFilter:
         self._abort = np.zeros(1, np.int64)
         self._nodes = np.zeros(_MAX_NODES, np.int64)
         self._state = np.zeros(_N_STATE, np.int64)
-        self._state[_PYTHON] = ctypes.cast(self._python, ctypes.c_void_p).value
+        self._state[_PYTHON] = ctypes.cast(self._python, ctypes.c_void_p).value or 0
         self._state[_ABORT] = self._abort.__array_interface__["data"][0]
         self._state[_NODES] = self._nodes.__array_interface__["data"][0]
         self._state[_CAPACITY] = _MAX_NODES

@@ -8,13 +8,16 @@ as not editable, with the reason; what could be confused is an error.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
 from bmoe_lab.errors import ModelFileError, SeamError
+from bmoe_lab.seam.library import OFF_OP
 from bmoe_lab.seam.tensors import Tensor, describe
 
 __all__ = ["ExpertGraph", "ExpertLayer", "Stack", "capture_graph"]
@@ -82,7 +85,7 @@ class ExpertLayer:
     ids: NodeKey
     sorted_address: int
     sorted_hops: int
-    score_kind: str
+    score_kind: Literal["softmax", "other"]
     weights: NodeKey | None
     weights_before_experts: bool
     why_not_select: str
@@ -181,7 +184,7 @@ def capture_graph(addresses: np.ndarray) -> ExpertGraph:
     for ids_address, matmuls in groups.items():
         layer = _layer(graph, names, len(layers), graph.by_address[ids_address], matmuls)
         per_block[layer.block] += 1
-        layers.append(_with_group(layer, per_block[layer.block] - 1))
+        layers.append(replace(layer, group=per_block[layer.block] - 1))
     stacks = {stack.address for layer in layers for stack in layer.stacks}
     n_stacks = sum(len(layer.stacks) for layer in layers)
     if len(stacks) != n_stacks:
@@ -204,11 +207,6 @@ def capture_graph(addresses: np.ndarray) -> ExpertGraph:
 
 
 def _read(addresses: np.ndarray) -> _Graph:
-    import ctypes
-
-    from bmoe_lab.seam.library import OFF_OP, library
-
-    library()
     order = [describe(int(address)) for address in addresses]
     graph = _Graph(
         order, {t.address: t for t in order}, {t.address: i for i, t in enumerate(order)}
@@ -278,7 +276,7 @@ def _layer(
     early = weights is not None and graph.index[weights.address] < first
     if weights is not None and not early and not why_not_weigh:
         why_not_weigh = "its weights are computed after the experts"
-    score_kind = "other"
+    score_kind: Literal["softmax", "other"] = "other"
     if sorted_tensor is not None:
         score_kind = "softmax" if graph.through_views(sorted_tensor).op == "SOFT_MAX" else "other"
     return ExpertLayer(
@@ -297,12 +295,6 @@ def _layer(
         why_not_select=why_not_select,
         why_not_weigh=why_not_weigh,
     )
-
-
-def _with_group(layer: ExpertLayer, group: int) -> ExpertLayer:
-    from dataclasses import replace
-
-    return replace(layer, group=group)
 
 
 def _stack(graph: _Graph, matmul: Tensor) -> Stack:

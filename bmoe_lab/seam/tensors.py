@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
+from bmoe_lab.kernels import compiled
 from bmoe_lab.seam import library as lib
 
 __all__ = [
@@ -99,13 +100,14 @@ def as_pointer(typingctx: Any, address: Any) -> Any:
     return signature, codegen
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def n_rows(tensor: int) -> int:
     """Return ``ne[1]`` of the tensor: routings (rows of ids) in this evaluation."""
-    return carray(as_pointer(tensor), N_WORDS, dtype=np.int64)[WORD_NE + 1]
+    words: np.ndarray = carray(as_pointer(tensor), N_WORDS, dtype=np.int64)
+    return int(words[WORD_NE + 1])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def gather_ids(tensor: int, width: int, out: np.ndarray) -> int:
     """Copy the first `width` columns of an int32 matrix into `out`, row by row.
 
@@ -119,10 +121,10 @@ def gather_ids(tensor: int, width: int, out: np.ndarray) -> int:
         for row in range(rows):
             for column in range(width):
                 out[row, column] = data[row * stride + column]
-    return rows
+    return int(rows)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def scatter_ids(tensor: int, ids: np.ndarray) -> None:
     """Write `ids` (row, slot) into the int32 matrix of the tensor."""
     words = carray(as_pointer(tensor), N_WORDS, dtype=np.int64)
@@ -134,7 +136,7 @@ def scatter_ids(tensor: int, ids: np.ndarray) -> None:
             data[row * stride + column] = ids[row, column]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def gather_scores(tensor: int, hops: int, out: np.ndarray) -> None:
     """Copy the rows of the float32 tensor that `tensor` was sorted from into `out`.
 
@@ -158,7 +160,7 @@ def gather_scores(tensor: int, hops: int, out: np.ndarray) -> None:
             out[row, column] = data[row * stride + column]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def gather_float(tensor: int, width: int, rows: int, out: np.ndarray) -> None:
     """Copy `rows` x `width` contiguous float32 values of the tensor into `out`."""
     words = carray(as_pointer(tensor), N_WORDS, dtype=np.int64)
@@ -168,7 +170,7 @@ def gather_float(tensor: int, width: int, rows: int, out: np.ndarray) -> None:
             out[row, column] = data[row * width + column]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def scatter_float(tensor: int, values: np.ndarray) -> None:
     """Write `values` (row, column) over the contiguous float32 data of the tensor."""
     words = carray(as_pointer(tensor), N_WORDS, dtype=np.int64)
