@@ -232,12 +232,14 @@ def _where(routing: Routing, row: int, slot: int) -> str:
     return f"in row {row}, slot {slot} (layer {routing.layer}, position {position})"
 
 
-def _check_shape(what: str, result: object, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+def _check_shape(
+    policy: RoutingPolicy, method: str, result: object, shape: tuple[int, ...]
+) -> npt.NDArray[Any]:
     array: npt.NDArray[Any] = np.asarray(result)
     if array.shape != shape:
         raise PolicyError(
-            f"{what} must have shape (token, slot) = {shape}; got shape {array.shape}. "
-            f"Return None to leave the routing as it is."
+            f"answer of {policy!r}.{method} must have shape (token, slot) = {shape}; got shape "
+            f"{array.shape}. Return None to leave the routing as it is."
         )
     return array
 
@@ -253,10 +255,10 @@ def check_selected(
         If the shape is not that of ``routing.ids``, the dtype is not an integer, an id is not in
         [0, n_expert), or a row names an expert twice.
     """
-    what = f"ids from {policy!r}.select"
-    ids = _check_shape(what, result, routing.ids.shape)
+    ids = _check_shape(policy, "select", result, routing.ids.shape)
+    # Messages are put together only when needed: a repr costs more than all the checks.
     if ids.dtype.kind not in "iu":
-        raise PolicyError(f"{what} must be integers; got dtype {ids.dtype}.")
+        raise PolicyError(f"ids from {policy!r}.select must be integers; got dtype {ids.dtype}.")
     if ids.dtype == np.uint64:
         # Beyond int64 an id would turn negative: still out of range, but with the wrong number.
         ids = np.minimum(ids, np.uint64(np.iinfo(np.int64).max))
@@ -264,13 +266,13 @@ def check_selected(
     kind, row, slot = _first_bad_id(ids, n_expert)
     if kind == 1:
         raise PolicyError(
-            f"{what} must lie in [0, {n_expert}); got {int(ids[row, slot])} "
+            f"ids from {policy!r}.select must lie in [0, {n_expert}); got {int(ids[row, slot])} "
             f"{_where(routing, row, slot)}."
         )
     if kind == 2:
         raise PolicyError(
-            f"{what} must be distinct within a token; got {int(ids[row, slot])} again "
-            f"{_where(routing, row, slot)}."
+            f"ids from {policy!r}.select must be distinct within a token; got "
+            f"{int(ids[row, slot])} again {_where(routing, row, slot)}."
         )
     return ids
 
@@ -284,15 +286,14 @@ def check_weighed(result: object, routing: Routing, policy: RoutingPolicy) -> Ma
         If the shape is not that of ``routing.ids``, the dtype is neither bool nor float, a
         weight is not finite, or a token is left without any weight.
     """
-    what = f"answer of {policy!r}.weigh"
-    array = _check_shape(what, result, routing.ids.shape)
+    array = _check_shape(policy, "weigh", result, routing.ids.shape)
     if array.dtype.kind == "b":
         mask: Mask = np.ascontiguousarray(array)
         return mask
     if array.dtype.kind != "f":
         raise PolicyError(
-            f"{what} must be bool (True drops a slot) or float (new weights); got dtype "
-            f"{array.dtype}."
+            f"answer of {policy!r}.weigh must be bool (True drops a slot) or float (new weights); "
+            f"got dtype {array.dtype}."
         )
     with np.errstate(over="ignore"):
         weights: Weights = np.ascontiguousarray(array, dtype=np.float32)
@@ -300,15 +301,15 @@ def check_weighed(result: object, routing: Routing, policy: RoutingPolicy) -> Ma
     if not finite.all():
         row, slot = np.argwhere(~finite)[0]
         raise PolicyError(
-            f"{what} must be finite float32 weights; got {array[row, slot]} "
+            f"weights from {policy!r}.weigh must be finite in float32; got {array[row, slot]} "
             f"{_where(routing, row, slot)}."
         )
     empty = ~(weights != 0).any(axis=1)
     if empty.any():
         row = int(np.argmax(empty))
         raise PolicyError(
-            f"{what} must leave a token at least one weight other than 0; got {array[row]} "
-            f"{_where(routing, row, 0)}. To drop slots return a bool mask."
+            f"weights from {policy!r}.weigh must leave a token at least one that is not 0; got "
+            f"{array[row]} {_where(routing, row, 0)}. To drop slots return a bool mask."
         )
     return weights
 
