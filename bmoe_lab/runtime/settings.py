@@ -69,7 +69,7 @@ class Settings:
                     f"Write {type(cache).__name__}('2 GiB') or pass a size."
                 )
         elif cache != "auto":
-            cache = parse_size(cache, name="cache") if cache != 0 else 0
+            cache = parse_size(cache, name="cache")
         if overlap not in OVERLAPS:
             raise unknown_name("overlap", overlap, OVERLAPS)
         if overlap != "off":
