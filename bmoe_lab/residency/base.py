@@ -282,6 +282,8 @@ class KernelState:
         header = self._header
         bad_row = self._kernel(
             keys,
+            0,
+            n_row,
             self.key_bytes,
             self.budget_bytes,
             header,
@@ -342,14 +344,16 @@ class ResidencyPolicy(Parametrised):
     Attributes
     ----------
     kernel : callable
-        ``kernel(keys, key_bytes, budget, header, table, resident, out_residency, out_first,
-        out_keys) -> int``, compiled with ``@njit(cache=True, nogil=True)``:
+        ``kernel(keys, begin, end, key_bytes, budget, header, table, resident, out_residency,
+        out_first, out_keys) -> int``, compiled with ``numba.njit(cache=True, nogil=True)``:
 
-        - ``keys`` int64[row], ``key_bytes`` int64[key], ``budget`` int64: the load;
+        - ``keys`` int64[row], of which rows ``begin`` to ``end`` are the load, so that a replay
+          walks a whole trace without cutting it up; ``key_bytes`` int64[key], ``budget`` int;
         - ``header`` int64[N_HEADER], ``table`` int64[n_table, key], ``resident`` bool[key]: the
           state, updated in place; the header's first cells are common to all policies;
-        - ``out_residency`` uint8[>= row], ``out_first`` bool[>= row], ``out_keys``
-          int64[2, key] (missing keys, victims): filled, counts in the header;
+        - ``out_residency`` uint8[>= row], ``out_first`` bool[>= row]: filled from ``begin`` to
+          ``end``; ``out_keys`` int64[2, key] (missing keys, victims): filled from 0, counts in
+          the header;
         - returns -1, or the first row with a key out of range, having changed nothing.
     forget_kernel : callable
         ``forget_kernel(keys, key_bytes, header, table, resident) -> None``.
