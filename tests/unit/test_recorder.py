@@ -282,10 +282,10 @@ def test_recorder_layer_writes_no_file(tmp_path):
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 @pytest.mark.parametrize("scores", [False, True])
 def test_recorder_longer_than_memory_gives_the_same_trace(tmp_path, suffix, scores):
-    trace = make_trace(300, n_prefill=100, n_ubatch=30, scores=scores)
+    trace = make_trace(400, n_layer=2, n_prefill=100, n_ubatch=30, scores=scores)
     path = tmp_path / f"a{suffix}"
     recorder = Recorder(
-        spec_of(trace), Journal.create(spec_of(trace), save=path), memory_limit=20_000
+        spec_of(trace), Journal.create(spec_of(trace), save=path), memory_limit=60_000
     )
     feed(recorder, trace)
     assert sum(array.nbytes for array in recorder._arrays.values()) < trace.nbytes
