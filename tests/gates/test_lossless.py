@@ -147,6 +147,6 @@ def test_poison_shows_a_skipped_read(demo_case, monkeypatch):
     """Test the test: if experts are not read, the gate notices."""
     with open_session(demo_case, cache=small_cache(demo_case)) as session:
         reader = session._model.streamer.reader
-        monkeypatch.setattr(reader, "read", lambda jobs: None)
+        monkeypatch.setattr(reader, "read", lambda *_: None)
         actual, _ = streamed(session, demo_case)
     assert not np.array_equal(actual.view(np.uint32), demo_case.expected.view(np.uint32))
