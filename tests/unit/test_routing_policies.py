@@ -540,6 +540,53 @@ def test_phases_and_actions_have_the_values_of_the_trace():
     assert schema.Residency.hit == residency_base.HIT
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FewerExperts(1),
+        DropCold(1.0),
+        CachePrior(1.0, keep=0),
+        CachePrior(1.0, range="running"),
+        RandomDrop(1.0),
+        RandomSubstitute(1.0),
+    ],
+    ids=repr,
+)
+def test_policy_over_a_cache_that_evicts_constantly_fires_and_names_only_what_is_loaded(policy):
+    n_layer, n_expert, n_used = 3, 16, 4
+    state = LRU().start(np.full(n_layer * n_expert, 10), 18 * 10, n_layer=n_layer)
+    engine = Engine(policy, seed=1)
+    rng = np.random.default_rng(1)
+    for position in range(150):
+        for layer in range(n_layer):
+            scores = rng.normal(size=(1, n_expert)).astype(np.float32)
+            looked_at = Routing(
+                layer=layer,
+                block=layer,
+                phase=routing_base.DECODE,
+                positions=np.array([position], dtype=np.int32),
+                ids=np.argsort(-scores, axis=1)[:, :n_used].astype(np.int32),
+                scores=scores,
+                score_kind="other",
+                weights=None,
+                resident=state.contains().reshape(n_layer, n_expert)[layer],
+                expert_bytes=10,
+                seed=1,
+            )
+            selection = engine.select(looked_at)
+            if selection is not None:
+                looked_at.ids = selection.ids
+            looked_at.weights = RoutingPolicySuite.weights_of(looked_at, looked_at.ids)
+            weighing = engine.weigh(looked_at)
+            applied = looked_at.ids if weighing is None else weighing.ids
+            keys = applied.ravel() + layer * n_expert
+            state.load(keys)
+            assert state.contains()[keys].all()
+    assert engine.counters.fired
+    if not isinstance(policy, CachePrior | RandomSubstitute):  # these live on what they have
+        assert state.evictions > 100
+
+
 # --- recorded runs of 26B-120B models -------------------------------------------------------------
 
 # Reads avoided %, weight discarded %, routings dropped % in decode: static (the recorded residency
