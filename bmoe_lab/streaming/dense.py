@@ -11,6 +11,7 @@ every tensor has the alignment that llama.cpp's mapping gives it.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterable
 
@@ -94,7 +95,9 @@ class DenseWeights:
         mapping, self._map = self._map, None
         self.addresses = {}
         if mapping is not None:
-            mapping.close()
+            # A traceback of a failed read may still hold a view: then the memory goes with it.
+            with contextlib.suppress(BufferError):
+                mapping.close()
 
 
 def _entries(layout: ModelLayout, tensors: Iterable[tuple[str, int]]) -> list[TensorEntry]:

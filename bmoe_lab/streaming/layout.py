@@ -201,12 +201,13 @@ def read_layout(path: str | os.PathLike[str]) -> ModelLayout:
     from bmoe_lab.seam.gguf import read_gguf
 
     first = read_header(path)
+    # Before the architecture is asked for: only the first shard need have it.
+    headers = [first, *_other_shards(first)]
     if not isinstance(first.scalars.get("general.architecture"), str):
         raise ModelFileError(
             f"model file must name its architecture; got no 'general.architecture' in "
             f"{str(first.path)!r}. It is no language model: name another file."
         )
-    headers = [first, *(_other_shards(first))]
     shards = []
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, Any] = {}
