@@ -6,23 +6,22 @@ A part says names, shapes and the spread of its random values; it knows no archi
 
 from __future__ import annotations
 
-import zlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from bmoe_lab.seam.quantize import quantize
 from bmoe_lab.testing.gguf_file import Tensor
 from bmoe_lab.testing.vocabulary import END_OF_TEXT, N_SMALLEST
+from bmoe_lab.testing.weights import Bytes, RowPool, generator, normal_rows
 
 __all__ = [
     "Shape",
     "attention",
     "dense_ffn",
     "embeddings",
-    "generator",
     "head",
     "matrix",
     "norm",
@@ -55,11 +54,18 @@ class Shape:
         ggml types of the gate and up, and of the down projections, repeated over the blocks.
     dense_type : str
         ggml type of every other matrix but the router, which is F32 as in real files.
+    value_types : tuple of str
+        ggml types of the attention's value projections, repeated; empty = `dense_type`.
+    head_type : str, optional
+        ggml type of the output matrix.
+    rope_base : float
     router_gain : float
         Standard deviation of the router's scores.
     router_spread : float
         Standard deviation of the logarithm of the gains of the router's rows; 0 = equal gains.
         Experts with a large gain win more often, so consecutive tokens share experts.
+    pool : RowPool, optional
+        Where matrices take their rows from; without one they are drawn afresh.
     """
 
     seed: int = 0
@@ -79,8 +85,12 @@ class Shape:
     expert_types: tuple[str, ...] = ("F16",)
     down_types: tuple[str, ...] = ("F16",)
     dense_type: str = "F16"
+    value_types: tuple[str, ...] = ()
+    head_type: str | None = None
+    rope_base: float = 10000.0
     router_gain: float = 2.0
     router_spread: float = 0.0
+    pool: RowPool | None = None
 
     def gate_up_type(self, block: int) -> str:
         """Return the ggml type of the gate and up projections in `block`."""
@@ -90,22 +100,23 @@ class Shape:
         """Return the ggml type of the down projections in `block`."""
         return self.down_types[block % len(self.down_types)]
 
-
-def generator(seed: int, name: str) -> np.random.Generator:
-    """Return the random stream of the tensor `name`, independent of all others."""
-    return np.random.default_rng([seed, zlib.crc32(name.encode())])
+    def value_type(self, block: int) -> str:
+        """Return the ggml type of the attention's value projection in `block`."""
+        types = self.value_types or (self.dense_type,)
+        return types[block % len(types)]
 
 
 def matrix(
     shape: Shape, name: str, sizes: tuple[int, ...], kind: str | None = None, *, gain: float = 1.0
 ) -> Tensor:
     """Return a normal random matrix that keeps the spread of its input, times `gain`."""
-    spread = np.float32(gain / np.sqrt(sizes[-1]))
+    spread = gain / math.sqrt(sizes[-1])
     kind = kind or shape.dense_type
 
-    def contents() -> npt.NDArray[np.uint8]:
-        values = generator(shape.seed, name).standard_normal(sizes, np.float32)
-        return quantize(values * spread, kind)
+    def contents() -> Bytes:
+        if shape.pool is not None:
+            return shape.pool.take(name, sizes, kind, spread)
+        return normal_rows(generator(shape.seed, name), sizes, kind, spread)
 
     return Tensor(name, sizes, kind, contents)
 
@@ -113,7 +124,7 @@ def matrix(
 def vector(shape: Shape, name: str, n: int, *, mean: float = 0.0, spread: float = 0.1) -> Tensor:
     """Return a normal random vector in float32."""
 
-    def contents() -> npt.NDArray[np.uint8]:
+    def contents() -> Bytes:
         values = generator(shape.seed, name).standard_normal(n, np.float32)
         return quantize(np.float32(mean) + values * np.float32(spread), "F32")
 
@@ -126,9 +137,11 @@ def norm(shape: Shape, name: str, n: int | None = None) -> Tensor:
 
 
 def embeddings(shape: Shape) -> Tensor:
-    """Return token embeddings of spread 1."""
-    sizes = (shape.n_vocab, shape.n_embd)
-    return matrix(shape, "token_embd.weight", sizes, gain=float(np.sqrt(shape.n_embd)))
+    """Return token embeddings of spread 1; every token has its own, whatever the pool."""
+    name, sizes, kind = "token_embd.weight", (shape.n_vocab, shape.n_embd), shape.dense_type
+    return Tensor(
+        name, sizes, kind, lambda: normal_rows(generator(shape.seed, name), sizes, kind, 1.0)
+    )
 
 
 def head(shape: Shape) -> Iterator[Tensor]:
@@ -138,17 +151,16 @@ def head(shape: Shape) -> Iterator[Tensor]:
     random ones always exceeds, so greedy text never ends by itself.
     """
     yield norm(shape, "output_norm.weight")
-    name, kind = "output.weight", shape.dense_type
+    name, sizes = "output.weight", (shape.n_vocab, shape.n_embd)
+    kind = shape.head_type or shape.dense_type
 
-    def contents() -> npt.NDArray[np.uint8]:
-        values = generator(shape.seed, name).standard_normal(
-            (shape.n_vocab, shape.n_embd), np.float32
-        )
-        values *= np.float32(3.0 / np.sqrt(shape.n_embd))
-        values[END_OF_TEXT] = 0.0
-        return quantize(values, kind)
+    def contents() -> Bytes:
+        spread = 3.0 / math.sqrt(shape.n_embd)
+        rows = normal_rows(generator(shape.seed, name), sizes, kind, spread)
+        rows[END_OF_TEXT] = quantize(np.zeros(shape.n_embd, np.float32), kind)
+        return rows
 
-    yield Tensor(name, (shape.n_vocab, shape.n_embd), kind, contents)
+    yield Tensor(name, sizes, kind, contents)
 
 
 def attention(
@@ -161,7 +173,8 @@ def attention(
     # Sharp attention: an even one averages the tokens, and then all of them route alike.
     yield matrix(shape, f"{prefix}.attn_q.weight", (queries, shape.n_embd), gain=1.5)
     yield matrix(shape, f"{prefix}.attn_k.weight", (keys, shape.n_embd), gain=1.5)
-    yield matrix(shape, f"{prefix}.attn_v.weight", (keys, shape.n_embd))
+    name = f"{prefix}.attn_v.weight"
+    yield matrix(shape, name, (keys, shape.n_embd), shape.value_type(block))
     if bias:
         for part, size in (("q", queries), ("k", keys), ("v", keys)):
             yield vector(shape, f"{prefix}.attn_{part}.bias", size)
@@ -186,7 +199,7 @@ def shared_expert(shape: Shape, block: int, *, gated: bool = False) -> Iterator[
     prefix = f"blk.{block}"
     if gated:
         name = f"{prefix}.ffn_gate_inp_shexp.weight"
-        yield vector(shape, name, shape.n_embd, spread=float(1 / np.sqrt(shape.n_embd)))
+        yield vector(shape, name, shape.n_embd, spread=1 / math.sqrt(shape.n_embd))
     yield matrix(shape, f"{prefix}.ffn_gate_shexp.weight", (shape.n_ff_shared, shape.n_embd))
     yield matrix(shape, f"{prefix}.ffn_up_shexp.weight", (shape.n_ff_shared, shape.n_embd))
     yield matrix(shape, f"{prefix}.ffn_down_shexp.weight", (shape.n_embd, shape.n_ff_shared))
@@ -197,7 +210,7 @@ def router(shape: Shape, block: int) -> Tensor:
     name = f"blk.{block}.ffn_gate_inp.weight"
     sizes = (shape.n_expert, shape.n_embd)
 
-    def contents() -> npt.NDArray[np.uint8]:
+    def contents() -> Bytes:
         random = generator(shape.seed, name)
         values = random.standard_normal(sizes, np.float32)
         gains = np.exp(shape.router_spread * random.standard_normal((shape.n_expert, 1)))

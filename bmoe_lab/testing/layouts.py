@@ -66,7 +66,7 @@ class Layout:
             "attention.value_length": shape.head_dim,
             "attention.layer_norm_rms_epsilon": 1e-6,
             "rope.dimension_count": shape.head_dim,
-            "rope.freq_base": 10000.0,
+            "rope.freq_base": shape.rope_base,
         }
         if self.routed:
             own |= {

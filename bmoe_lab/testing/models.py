@@ -20,7 +20,7 @@ LAYOUTS: Mapping[str, str] = MappingProxyType(
     {name: layout.description for name, layout in KNOWN.items()}
 )
 
-_SIZES = {entry.name for entry in dataclasses.fields(Shape)} - {"seed"}
+_SIZES = {entry.name for entry in dataclasses.fields(Shape)} - {"seed", "pool"}
 
 
 def tiny_model(
