@@ -497,3 +497,25 @@ def test_subclass_that_only_changes_parameters_keeps_the_kernel():
             return (1.0,)
 
     assert Engine(Harder(0.0)).weigh(make_routing()).dropped == 4
+
+
+# --- how a session calls it -----------------------------------------------------------------------
+
+
+def test_views_into_larger_buffers_are_read_as_any_array():
+    """A session passes cut-outs of its buffers, whose rows do not follow one another in memory."""
+    routing = make_routing(resident=[0, 5])
+    buffers = {"ids": np.full((9, 7), -1, np.int32), "weights": np.full((9, 7), 9, np.float32)}
+    cut = {}
+    for name, buffer in buffers.items():
+        cut[name] = buffer[:2, :4]
+        cut[name][:] = getattr(routing, name)
+    for policy in (DropCold(1.0), Weighs(mask_of([False, False, True, True], [False] * 4))):
+        plain = Engine(policy)
+        expected = plain.weigh(routing)
+        from_buffers = Engine(policy)
+        actual = from_buffers.weigh(dataclasses.replace(routing, **cut))
+        for one, other in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert from_buffers.counters == plain.counters
+        assert from_buffers.counters.fired
