@@ -177,8 +177,6 @@ def _drop(
                     np.isnan(weights[row, best]) and not np.isnan(weights[row, slot])
                 ):
                     best = slot
-            if width == 1:
-                continue
         total = 0.0
         kept = 0.0
         for slot in range(width):
