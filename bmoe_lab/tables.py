@@ -91,7 +91,8 @@ def comparison_table(tree: xr.DataTree) -> ComparisonTable:
     SchemaError
         If the tree is not a comparison.
     """
-    return ComparisonTable(_title(tree), _caption(tree), _rows(tree))
+    rows = _rows(tree)
+    return ComparisonTable(_title(tree), _caption(tree), rows)
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,10 @@ def comparison_html(tree: xr.DataTree) -> str:
     SchemaError
         If the tree is not a comparison.
     """
+    rows = _rows(tree)
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in _HEADINGS)
     body = []
-    for row in _rows(tree):
+    for row in rows:
         css = row.kind.replace(" ", "-") + (" never-fired" if row.never_fired else "")
         cells = "".join(
             f"<{tag}>{html.escape(cell).replace(chr(10), '<br>')}</{tag}>"

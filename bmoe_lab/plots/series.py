@@ -62,12 +62,13 @@ def series_of(data: xr.Dataset | xr.DataTree) -> list[Series]:
         color, symbol = theme.series_style(0)
         label = str(data.attrs.get("policy", "trace"))
         return [Series(label, data, 0, "trace", color, symbol)]
+    named = runs(data)
     table = data.to_dataset()
     kinds = [str(kind) for kind in table["arm_kind"].values]
     owners = table["control_of"].values.tolist()
     styles: dict[int, tuple[str, str]] = {}
     shown = []
-    for row, (name, trace) in enumerate(runs(data)):
+    for row, (name, trace) in enumerate(named):
         kind = kinds[row]
         if kind == "noise floor":
             continue

@@ -106,7 +106,7 @@ class FakeSession:
         counters = Counters(
             routings=decode.shape[0] * 2,
             examined=decode.size,
-            eligible=decode.size // 2,
+            eligible=decode.size,  # as if nothing were pinned: the control pins one slot
             changed=int(np.isin(decode, (1, 2)).sum()),
             dropped=int((decode == 1).sum()),
             substituted=int((decode == 2).sum()),
