@@ -64,7 +64,9 @@ def write_large_model(
         Standard deviation of the router's scores.
     router_spread : float, default 0.7
         Standard deviation of the logarithm of the gains of the router's rows. An expert whose row
-        has a large gain wins more often, whatever the token.
+        has a large gain wins more often, whatever the token. Measured with 64 uniformly drawn
+        tokens: consecutive ones share 0.19 (first layer) to 0.35 (last) of their experts, against
+        0.06 with equal gains, and a layer uses 55 to 72 of its 128 experts.
     progress : bool, default False
         Show a progress bar.
 
