@@ -8,27 +8,30 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import xarray as xr
 
-__all__ = ["FORMATS", "Format", "NetCDF", "Zarr", "windows"]
+from bmoe_lab.recording.careful_file import CarefulFile
+
+__all__ = ["FORMATS", "Format", "NetCDF", "Window", "Zarr", "windows"]
 
 # Bytes of the widest variable in one chunk, before compression.
 _CHUNK_BYTES = 4 * 2**20
 
 
+Window = Callable[[xr.Dataset], int]
+"""Gives the tokens of a Dataset to hold at once."""
+
+
 class Format(Protocol):
     """What the store needs of a file format. Groups are paths such as ``"/"`` or ``"/base"``."""
 
-    def write(self, path: Path, group: str, ds: xr.Dataset, window: int) -> None:
-        """Write a Dataset as a group, `window` tokens at a time; ``"/"`` makes the file."""
-
-    def finish(self, path: Path) -> None:
-        """Do what is due after the last group."""
+    def write(self, path: Path, nodes: Mapping[str, xr.Dataset], windows_of: Window) -> None:
+        """Write a new file of Datasets by group, root first."""
 
     def groups(self, path: Path) -> list[str]:
         """Return the groups below the root, in stored order."""
@@ -76,8 +79,28 @@ def _is_text(variable: xr.Variable) -> bool:
 class NetCDF:
     """netCDF-4 through h5netcdf."""
 
-    def write(self, path: Path, group: str, ds: xr.Dataset, window: int) -> None:
-        """Write a Dataset as a group."""
+    def write(self, path: Path, nodes: Mapping[str, xr.Dataset], windows_of: Window) -> None:
+        """Write groups, window by window."""
+        import h5netcdf
+
+        careful = CarefulFile(path)
+        try:
+            with h5netcdf.File(careful, "w") as file:
+                for group, ds in nodes.items():
+                    node = file if group == "/" else file.create_group(group)
+                    for start, part in windows(ds, windows_of(ds)):
+                        if start == 0:
+                            self._begin(node, ds, part)
+                        else:
+                            self._append(node, part, start)
+                        careful.check()
+        finally:
+            careful.close()
+        careful.check()
+
+    def _begin(self, node: Any, ds: xr.Dataset, part: xr.Dataset) -> None:
+        from xarray.backends import H5NetCDFStore
+
         tokens = _chunk_tokens(ds)
         encoding: dict[str, dict[str, Any]] = {}
         for name, variable in ds.variables.items():
@@ -86,38 +109,21 @@ class NetCDF:
                 one["chunksizes"] = _chunks(ds, str(name), tokens)
             if variable.ndim and variable.size and not _is_text(variable):
                 one |= {"zlib": True, "complevel": 1, "shuffle": True, "fletcher32": True}
-        long = ds.sizes.get("token", 0) > window
-        for start, part in windows(ds, window):
-            if start == 0:
-                part.to_netcdf(
-                    path,
-                    mode="w" if group == "/" else "a",
-                    group=group,
-                    engine="h5netcdf",
-                    encoding=encoding,
-                    unlimited_dims=["token"] if long else None,
-                )
-            else:
-                self._append(path, group, part, start)
+        long = part.sizes.get("token", 0) < ds.sizes.get("token", 0)
+        part.dump_to_store(
+            H5NetCDFStore(node), encoding=encoding, unlimited_dims=["token"] if long else None
+        )
 
-    def _append(self, path: Path, group: str, part: xr.Dataset, start: int) -> None:
-        import h5netcdf
-
+    def _append(self, node: Any, part: xr.Dataset, start: int) -> None:
         stop = start + part.sizes["token"]
-        with h5netcdf.File(path, "a") as file:
-            node = file if group == "/" else file[group]
-            node.resize_dimension("token", stop)
-            for name, variable in part.variables.items():
-                if "token" in variable.dims:
-                    values = variable.values
-                    where = tuple(
-                        slice(start, stop) if dim == "token" else slice(None)
-                        for dim in variable.dims
-                    )
-                    node[str(name)][where] = values.astype(object) if _is_text(variable) else values
-
-    def finish(self, path: Path) -> None:
-        """Do nothing: the file is whole."""
+        node.resize_dimension("token", stop)
+        for name, variable in part.variables.items():
+            if "token" in variable.dims:
+                values = variable.values
+                where = tuple(
+                    slice(start, stop) if dim == "token" else slice(None) for dim in variable.dims
+                )
+                node[str(name)][where] = values.astype(object) if _is_text(variable) else values
 
     def groups(self, path: Path) -> list[str]:
         """Return the groups below the root, in stored order."""
@@ -139,8 +145,16 @@ class NetCDF:
 class Zarr:
     """Zarr format 2, a folder."""
 
-    def write(self, path: Path, group: str, ds: xr.Dataset, window: int) -> None:
-        """Write a Dataset as a group."""
+    def write(self, path: Path, nodes: Mapping[str, xr.Dataset], windows_of: Window) -> None:
+        """Write groups, window by window."""
+        import zarr
+
+        for group, ds in nodes.items():
+            self._write(path, group, ds, windows_of(ds))
+        # All metadata in one file opens faster, and without a warning.
+        zarr.consolidate_metadata(path, zarr_format=2)
+
+    def _write(self, path: Path, group: str, ds: xr.Dataset, window: int) -> None:
         import numcodecs  # type: ignore[import-untyped]  # it publishes no types
 
         tokens = _chunk_tokens(ds)
@@ -159,12 +173,6 @@ class Zarr:
                 part.to_zarr(path, mode=mode, encoding=encoding, **where)
             else:
                 part.drop_vars(fixed).to_zarr(path, append_dim="token", **where)
-
-    def finish(self, path: Path) -> None:
-        """Gather the metadata of all groups, which opens faster and without a warning."""
-        import zarr
-
-        zarr.consolidate_metadata(path, zarr_format=2)
 
     def groups(self, path: Path) -> list[str]:
         """Return the groups below the root; Zarr keeps no order."""

@@ -131,9 +131,7 @@ def save_trace(
     form = FORMATS[path.suffix]
     aside = _aside(path, "part")
     try:
-        for group, ds in nodes.items():
-            form.write(aside, group, ds, _window(ds, memory_limit))
-        form.finish(aside)
+        form.write(aside, nodes, lambda ds: _window(ds, memory_limit))
         for group, ds in nodes.items():
             _compare(form, aside, group, ds, _window(ds, memory_limit))
         _sync(aside)
@@ -291,7 +289,7 @@ def _plain(value: Any) -> Any:
 def _nodes_to_store(trace: Any) -> dict[str, xr.Dataset]:
     """Return the Datasets by group, root first, checked and in stored form."""
     if isinstance(trace, xr.Dataset):
-        return {"/": _stored(validate(trace, values=False))}
+        return {"/": validate(_stored(trace), values=False)}
     if not isinstance(trace, xr.DataTree):
         raise SchemaError(
             f"trace must be an xarray Dataset or DataTree; got {type(trace).__name__}. "
@@ -301,9 +299,8 @@ def _nodes_to_store(trace: Any) -> dict[str, xr.Dataset]:
     for node in trace.subtree:
         ds = node.to_dataset(inherit=False)
         path = "/" if node is trace else f"/{node.relative_to(trace)}"
-        if is_trace(ds):
-            validate(ds, values=False)
-        nodes[path] = _stored(ds)
+        stored = _stored(ds)
+        nodes[path] = validate(stored, values=False) if is_trace(stored) else stored
     if not any(is_trace(ds) for ds in nodes.values()):
         raise SchemaError(
             f"tree must have a trace in at least one node; got {list(nodes)}. Add one."

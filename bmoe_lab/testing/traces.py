@@ -151,7 +151,7 @@ def make_trace(
     if text:
         ids = rng.integers(0, len(_PIECES), n_token)
         coords["token_id"] = (per_token, ids.astype(np.int32))
-        coords["piece"] = (per_token, np.array(_PIECES)[ids])
+        coords["piece"] = (per_token, np.array([_PIECES[i] for i in ids.tolist()]))
     trace = xr.Dataset(data, coords, _attrs(n_expert, seed, budget, scores, policy))
     for name, variable in trace.variables.items():
         variable.attrs.update(cost_attrs(str(name)) if name in costs else variable_attrs(str(name)))
