@@ -16,7 +16,7 @@ from bmoe_lab._version import __version__
 
 if TYPE_CHECKING:
     from bmoe_lab import datasets, errors, metrics, plots, residency, routing, schema, testing
-    from bmoe_lab.compare import compare
+    from bmoe_lab.comparing import compare
     from bmoe_lab.recording import open_trace, save_trace
     from bmoe_lab.recording.recover import recover
     from bmoe_lab.run import Run
@@ -53,7 +53,7 @@ _MODULES = {
 _HOME = {
     "Run": "bmoe_lab.run",
     "Session": "bmoe_lab.session",
-    "compare": "bmoe_lab.compare",
+    "compare": "bmoe_lab.comparing",
     "open_trace": "bmoe_lab.recording",
     "recover": "bmoe_lab.recording",
     "save_trace": "bmoe_lab.recording",

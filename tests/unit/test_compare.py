@@ -17,7 +17,7 @@ import pytest
 import xarray as xr
 
 from bmoe_lab import statistics
-from bmoe_lab.compare import Comparison, ComparisonError, ComparisonInterrupted, compare
+from bmoe_lab.comparing import Comparison, ComparisonError, ComparisonInterrupted, compare
 from bmoe_lab.comparison import COLUMNS, is_comparison, node_name, runs
 from bmoe_lab.errors import BmoeLabError, SchemaError, SettingsError, UnknownNameError
 from bmoe_lab.routing import DropCold, RandomDrop, RandomSubstitute, RoutingPolicy

@@ -1,4 +1,8 @@
-"""Routing policies against the lossless run, over the same text, token by token."""
+"""Routing policies against the lossless run, over the same text, token by token.
+
+The module is not called ``compare``: importing it would put a module where the package has the
+function.
+"""
 
 from __future__ import annotations
 
