@@ -50,6 +50,9 @@ _FACTS = (
     ("run_settings", "run"),
 )
 
+# plotly.js takes 4.8 MB of the 6 MB that a page may have; hover text about 100 bytes per cell.
+_HOVER_CELLS = 5000
+
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1240px; padding: 24px;
@@ -165,6 +168,7 @@ def _comparison_body(tree: xr.DataTree) -> str:
     parts += [
         "<h2>Results</h2>",
         f'<div class="scroll">{tables.comparison_html(tree)}</div>',
+        *(f"<p>{html.escape(line)}</p>" for line in tables.control_lines(tree)),
         _section(
             "Quality against bytes",
             "Down and to the left is better. A control changes as many slots as its policy, but at "
@@ -185,14 +189,16 @@ def _comparison_body(tree: xr.DataTree) -> str:
         "<h2>Routing</h2>",
         f'<p class="note">Of the run {html.escape(base_name)}: what it missed, and how its '
         "layers spread their routings over the experts.</p>",
-        figures.add(lambda: plots.plot_heatmap(base)),
+        figures.add(lambda: plots.plot_heatmap(base, max_hover_cells=_HOVER_CELLS)),
         figures.add(lambda: plots.plot_expert_load(base)),
     ]
     kinds = [str(kind) for kind in tree.to_dataset()["arm_kind"].values]
     for (name, trace), kind in zip(named, kinds, strict=True):
         if kind == "policy":
             parts.append(f'<p class="note">{html.escape(name)}: where it changed the routing.</p>')
-            parts.append(figures.add(partial(plots.plot_heatmap, trace, value="changed")))
+            parts.append(
+                figures.add(partial(plots.plot_heatmap, trace, value="changed", max_hover_cells=0))
+            )
     parts += ["<h2>Settings</h2>", _facts(base.attrs | tree.attrs)]
     return "\n".join(parts)
 
@@ -207,7 +213,7 @@ def _trace_body(trace: xr.Dataset) -> str:
     if "residency" in trace:
         parts += [
             "<h2>What it missed</h2>",
-            figures.add(lambda: plots.plot_heatmap(trace)),
+            figures.add(lambda: plots.plot_heatmap(trace, max_hover_cells=_HOVER_CELLS)),
             "<h2>Hit rate per layer</h2>",
             figures.add(lambda: plots.plot_hit_rate(trace, phase="all")),
         ]

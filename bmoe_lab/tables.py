@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-__all__ = ["ComparisonTable", "comparison_frame", "comparison_html", "comparison_table"]
+__all__ = [
+    "ComparisonTable",
+    "comparison_frame",
+    "comparison_html",
+    "comparison_table",
+    "control_lines",
+]
 
 UNKNOWN = "–"
 _HEADINGS = (
@@ -92,7 +98,8 @@ def comparison_table(tree: xr.DataTree) -> ComparisonTable:
         If the tree is not a comparison.
     """
     rows = _rows(tree)
-    return ComparisonTable(_title(tree), _caption(tree), rows)
+    caption = "\n".join([*control_lines(tree), _caption(tree)])
+    return ComparisonTable(_title(tree), caption, rows)
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,45 @@ def comparison_html(tree: xr.DataTree) -> str:
         f"<table><caption>{html.escape(_caption(tree))}</caption><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(body)}</tbody></table>"
     )
+
+
+def control_lines(tree: xr.DataTree) -> list[str]:
+    """Return one sentence per policy with a control: is its choice of slots worth anything.
+
+    Parameters
+    ----------
+    tree : xarray.DataTree
+        What :func:`bmoe_lab.compare` returned.
+
+    Returns
+    -------
+    list of str
+        Plain text; empty without controls.
+
+    Raises
+    ------
+    SchemaError
+        If the tree is not a comparison.
+    """
+    runs(tree)
+    table = tree.to_dataset()
+    lines = []
+    for index in range(table.sizes["arm"]):
+        values = {str(name): table[name].values[index] for name in table.data_vars}
+        if math.isnan(values["delta_nll_control"]):
+            continue
+        low, high = values["delta_nll_control_low"], values["delta_nll_control_high"]
+        if math.isnan(low) or math.isnan(high):
+            verdict = "too few tokens to tell from chance"
+        elif high < 0:
+            verdict = "its choice of slots is better than chance"
+        elif low > 0:
+            verdict = "its choice of slots is worse than chance"
+        else:
+            verdict = "not to be told from chance on this text"
+        difference = _with_bounds(values, "delta_nll_control", "+.4f").replace("\n", " ")
+        lines.append(f"{values['arm_name']} less its control: {difference} nat; {verdict}.")
+    return lines
 
 
 def _title(tree: xr.DataTree) -> str:

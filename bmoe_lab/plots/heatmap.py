@@ -21,8 +21,8 @@ __all__ = ["VALUES", "plot_heatmap"]
 Value = Literal["misses", "expert", "weight", "read", "changed"]
 Cells = npt.NDArray[np.float64]
 
-# Beyond this, per-cell hover text makes the page heavier than the picture.
-_MAX_HOVER_CELLS = 20_000
+MAX_HOVER_CELLS = 20_000
+"""Cells whose experts hover can list: about 100 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,11 @@ VALUES: dict[str, _View] = {
 
 
 def plot_heatmap(
-    trace: xr.Dataset, *, value: Value = "misses", max_tokens: int = MAX_CELLS
+    trace: xr.Dataset,
+    *,
+    value: Value = "misses",
+    max_tokens: int = MAX_CELLS,
+    max_hover_cells: int = MAX_HOVER_CELLS,
 ) -> go.Figure:
     """Return a map of a run: tokens along the text, layers upwards.
 
@@ -88,6 +92,9 @@ def plot_heatmap(
     max_tokens : int, default 1000
         Cells along the text. A longer trace shows means over neighbouring tokens and says so;
         ``expert`` shows the first token of each group, since a mean of ids means nothing.
+    max_hover_cells : int, default 20000
+        Cells up to which hover lists each cell's experts; beyond, that text would weigh more than
+        the picture. 0 leaves it out.
 
     Returns
     -------
@@ -146,7 +153,7 @@ def plot_heatmap(
         height=int(min(720, 240 + 26 * shown.shape[0])),
         legend=False,
     )
-    small = step == 1 and layer_step == 1 and cells.size <= _MAX_HOVER_CELLS
+    small = step == 1 and layer_step == 1 and cells.size <= max_hover_cells
     figure.add_trace(
         go.Heatmap(
             z=shown,

@@ -58,6 +58,11 @@ def test_report_of_a_comparison_is_one_small_file_that_loads_nothing():
     assert "url(" not in without_library(page)
 
 
+def test_report_of_a_long_comparison_stays_small():
+    """Hover text of every cell would take the page over its limit."""
+    assert len(report_html(make_tree(n_token=1500)).encode()) < 6 * 10**6
+
+
 def test_report_of_a_comparison_shows_table_figures_and_marks():
     tree = make_tree(warnings=json.dumps(["Idle() never fired: it looked at 8 slots"]))
     parsed = Page(report_html(tree))

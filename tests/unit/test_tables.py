@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bmoe_lab.comparison import COLUMNS
 from bmoe_lab.errors import SchemaError
-from bmoe_lab.tables import comparison_frame, comparison_html, comparison_table
+from bmoe_lab.tables import comparison_frame, comparison_html, comparison_table, control_lines
 from tests.unit.comparison_data import make_tree
 
 
@@ -83,3 +83,23 @@ def test_comparison_html_escapes_names():
 def test_tables_of_something_else_are_refused(make):
     with pytest.raises(SchemaError, match="tree must be a comparison"):
         make(xr.DataTree())
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.3, -0.1, "better than chance"),
+        (0.1, 0.3, "worse than chance"),
+        (-0.1, 0.1, "not to be told from chance"),
+        (np.nan, np.nan, "too few tokens to tell"),
+    ],
+)
+def test_control_lines_judge_by_the_interval(low, high, verdict):
+    tree = make_tree()
+    tree["delta_nll_control_low"].values[2] = low
+    tree["delta_nll_control_high"].values[2] = high
+    lines = control_lines(tree)
+    assert len(lines) == 1
+    assert lines[0].startswith("DropCold(frac=0.75) less its control: ")
+    assert verdict in lines[0]
+    assert verdict in " ".join(printed(tree, 200).split())
