@@ -294,10 +294,7 @@ class KernelState:
             self._out_keys,
         )
         if bad_row >= 0:
-            raise PolicyError(
-                f"keys must lie in [0, {self.key_bytes.size}); got {int(keys[bad_row])} "
-                f"in row {bad_row}."
-            )
+            raise self._out_of_range(keys, bad_row)
         return Load(
             self._residency[:n_row],
             self._first[:n_row],
@@ -309,13 +306,20 @@ class KernelState:
         """Take `keys` out because their reads failed; keys that are not resident are left alone.
 
         Not counted as evictions. Victims of the failed load stay released.
+
+        Raises
+        ------
+        PolicyError
+            If a key is out of range; the state is as before.
         """
-        self._forget(
-            np.ascontiguousarray(keys, dtype=np.int64),
-            self.key_bytes,
-            self._header,
-            self._table,
-            self._resident,
+        keys = np.ascontiguousarray(keys, dtype=np.int64)
+        for row in np.flatnonzero((keys < 0) | (keys >= self.key_bytes.size))[:1]:
+            raise self._out_of_range(keys, int(row))
+        self._forget(keys, self.key_bytes, self._header, self._table, self._resident)
+
+    def _out_of_range(self, keys: IntArray, row: int) -> PolicyError:
+        return PolicyError(
+            f"keys must lie in [0, {self.key_bytes.size}); got {int(keys[row])} in row {row}."
         )
 
     def contains(self) -> BoolArray:

@@ -159,7 +159,7 @@ def forget_lru(
     """Take keys out; signature as in `ResidencyPolicy.forget_kernel`."""
     for row in range(keys.size):
         key = keys[row]
-        if 0 <= key < key_bytes.size and resident[key]:
+        if resident[key]:
             _unlink(key, header, table)
             resident[key] = False
             header[RESIDENT_BYTES] -= key_bytes[key]

@@ -549,4 +549,5 @@ class ResidencyPolicySuite:
         for bad in (-1, self.key_bytes.size):
             keys = np.append(loads[20], bad)
             assert _refused(lambda keys=keys: state.load(keys))  # type: ignore[misc]
+            assert _refused(lambda keys=keys: state.forget(keys))  # type: ignore[misc]
         np.testing.assert_array_equal(state.contains(), before)
