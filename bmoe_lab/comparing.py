@@ -238,15 +238,15 @@ def _run_all(
             save_trace(comparison.tree(complete=complete), path)
 
     comparison.run(name=LOSSLESS, kind="lossless")
-    keep()
     if noise_floor:
+        keep()
         comparison.run(name=NOISE_FLOOR, kind="noise floor")
-        keep()
     for policy in policies:
-        arm = comparison.run(policy, name=repr(policy), kind="policy")
         keep()
-        if controls and comparison.run_control(arm) is not None:
+        arm = comparison.run(policy, name=repr(policy), kind="policy")
+        if controls and _control(policy, comparison.counters_of(arm)) is not None:
             keep()
+            comparison.run_control(arm)
     keep(complete=True)
 
 
@@ -361,11 +361,18 @@ class Comparison:
             None if there is nothing to control: the policy never fired, or it did not drop or
             substitute (or did both).
         """
-        index = next(i for i, other in enumerate(self.arms) if other is arm)
+        index = self._index(arm)
         policy = _control(self._policies[index], self._counters[index])
         if policy is None:
             return None
         return self.run(policy, name=repr(policy), kind="control", control_of=index)
+
+    def counters_of(self, arm: Arm) -> Any:
+        """Return what the policy of a finished run counted; None without a policy."""
+        return self._counters[self._index(arm)]
+
+    def _index(self, arm: Arm) -> int:
+        return next(i for i, other in enumerate(self.arms) if other is arm)
 
     def tree(self, *, complete: bool = False, failed_arm: str = "") -> xr.DataTree:
         """Return the comparison of the runs finished so far.

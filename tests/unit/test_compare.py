@@ -369,6 +369,34 @@ def test_compare_folder_that_does_not_exist_is_refused_before_any_run(tmp_path):
     assert session.policies == []
 
 
+def test_compare_save_is_written_once_per_run(monkeypatch, tmp_path):
+    """A killed process loses one run at most, and no run is written twice for nothing."""
+    import bmoe_lab.recording
+
+    written = []
+
+    def remember(tree, path):
+        written.append((list(tree.children), tree.attrs["complete"], path))
+
+    monkeypatch.setattr(bmoe_lab.recording, "save_trace", remember)
+    run([Shift(1.0)], controls=True, save=tmp_path / "tree.nc")
+    assert [len(names) for names, _, _ in written] == [1, 2, 3, 4]
+    assert [complete for _, complete, _ in written] == [0, 0, 0, 1]
+    assert {path for _, _, path in written} == {tmp_path / "tree.nc"}
+
+
+def test_compare_full_disk_on_save_keeps_the_tree(monkeypatch, tmp_path):
+    import bmoe_lab.recording
+
+    def full(tree, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bmoe_lab.recording, "save_trace", full)
+    with pytest.raises(ComparisonError, match="No space left") as caught:
+        run([Shift(1.0)], save=tmp_path / "tree.nc")
+    assert list(caught.value.tree.children) == ["lossless"]
+
+
 def test_compare_run_that_scores_other_tokens_is_refused():
     class Stops(FakeSession):
         def score(self, text, **kwargs):
