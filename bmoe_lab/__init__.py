@@ -15,7 +15,18 @@ from bmoe_lab import accessor as _accessor  # noqa: F401  (imported for its effe
 from bmoe_lab._version import __version__
 
 if TYPE_CHECKING:
-    from bmoe_lab import datasets, errors, metrics, plots, residency, routing, schema, testing
+    from bmoe_lab import (
+        datasets,
+        errors,
+        metrics,
+        plots,
+        report,
+        residency,
+        routing,
+        schema,
+        tables,
+        testing,
+    )
     from bmoe_lab.comparing import compare
     from bmoe_lab.recording import open_trace, save_trace
     from bmoe_lab.recording.recover import recover
@@ -33,10 +44,12 @@ __all__ = [
     "open_trace",
     "plots",
     "recover",
+    "report",
     "residency",
     "routing",
     "save_trace",
     "schema",
+    "tables",
     "testing",
 ]
 
@@ -45,9 +58,11 @@ _MODULES = {
     "errors",
     "metrics",
     "plots",
+    "report",
     "residency",
     "routing",
     "schema",
+    "tables",
     "testing",
 }
 _HOME = {

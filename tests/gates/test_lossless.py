@@ -14,7 +14,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::bmoe_lab.errors.PolicyNeverFiredWarning"),
 ]
 
-LAYOUTS = ["qwen3moe", "fused", "shared", "leading_dense", "biased", "wide"]
+LAYOUTS = [
+    "qwen3moe",
+    "fused",
+    "shared",
+    "leading_dense",
+    "biased",
+    "wide",
+    "combined",
+    "narrow",
+]
 
 
 @pytest.fixture(params=["demo", *LAYOUTS])

@@ -1,0 +1,45 @@
+"""Every notebook runs from top to bottom; its committed .ipynb is made from its text."""
+
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.py"))
+
+pytestmark = pytest.mark.filterwarnings(
+    # Jupyter's own deprecations are not ours to mend.
+    "ignore::DeprecationWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+
+
+def test_notebooks_exist():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_and_shows_something(path, tmp_path):
+    notebook = jupytext.read(path)
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    assert "application/vnd.plotly.v1+json" in kinds
+    assert "text/html" in kinds
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_file_is_made_from_its_text(path):
+    stored = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+    made = jupytext.read(path)
+    assert [(c.cell_type, c.source) for c in stored.cells] == [
+        (c.cell_type, c.source) for c in made.cells
+    ]
+    assert not any(cell.get("outputs") for cell in stored.cells)
