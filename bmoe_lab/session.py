@@ -129,11 +129,14 @@ class Session:
         self._last_run: Run | None = None
         self._live: LiveModel | None = None
         self._worker = Worker(f"bmoe-lab {settings.path.name}", self.stop)
+        opened: list[LiveModel] = []
         try:
-            self._live = self._worker.call(lambda: LiveModel(settings))
+            self._worker.call(lambda: opened.append(LiveModel(settings)))
         except BaseException:
-            self._worker.close(lambda: None)
+            # An interrupt waits for the end of opening: then there is a model to close.
+            self._worker.close(opened[0].close if opened else lambda: None)
             raise
+        self._live = opened[0]
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -150,6 +153,11 @@ class Session:
 
     def close(self) -> None:
         """Free the model, its memory, and the threads; a second call does nothing."""
+        if self._worker.is_current:
+            raise SessionError(
+                "session must be closed from outside; got a call from inside its own run. "
+                "Call stop() there."
+            )
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -562,7 +570,9 @@ class Session:
         def keep(run: Run) -> None:
             self._last_run = run
 
-        return self._worker.call(lambda: execute(live, request, loop, keep))
+        # What an earlier run was told is forgotten in this caller's turn, before the run begins: a
+        # stop that comes later, even before the first evaluation, is meant for this run.
+        return self._worker.call(lambda: execute(live, request, loop, keep), before=live.resume)
 
     def _prepared(self, policy: RoutingPolicy | None, record: str) -> RoutingPolicy | None:
         """Return the run's own clone of the policy, refused if it cannot work here."""

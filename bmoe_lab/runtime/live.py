@@ -29,6 +29,7 @@ from bmoe_lab.sizes import format_size
 from bmoe_lab.streaming.budget import auto_budget, memory_available
 from bmoe_lab.streaming.dense import DenseWeights
 from bmoe_lab.streaming.layout import ModelLayout, read_layout
+from bmoe_lab.streaming.reader import ReadCancelled
 from bmoe_lab.streaming.streamer import StackGroup, Streamer
 
 if TYPE_CHECKING:
@@ -281,13 +282,16 @@ class LiveModel:
 
     def begin_run(self, run: RunAccount, *, warm: bool) -> None:
         """Prepare for a run: an empty context, and an empty cache unless `warm`."""
-        self.stop_requested = False
-        self.streamer.reader.resume()
         self.clear()
         if not warm:
             self.streamer.clear()
         self.streamer.take_costs()
         self.dispatch.begin_run(run)
+
+    def resume(self) -> None:
+        """Forget an earlier :meth:`stop`; called between runs."""
+        self.stop_requested = False
+        self.streamer.reader.resume()
 
     def stop(self) -> None:
         """End the running evaluation soon; may be called from any thread."""
@@ -378,10 +382,11 @@ class LiveModel:
         code = self.context.decode(tokens, self.n_past, wanted)
         wall = time.perf_counter() - started
         stream = self.streamer.take_costs()
-        if self._filter.failure is not None:
-            raise self._filter.failure
-        if code == ABORTED:
+        failure = self._filter.failure
+        if isinstance(failure, ReadCancelled) or (failure is None and code == ABORTED):
             raise RunStopped
+        if failure is not None:
+            raise failure
         self.dispatch.check_complete()
         return {
             "wall_s": wall,

@@ -62,8 +62,10 @@ class Worker:
         """Whether the caller is this worker's own thread."""
         return threading.current_thread() is self._thread
 
-    def call(self, work: Callable[[], T]) -> T:
+    def call(self, work: Callable[[], T], *, before: Callable[[], None] | None = None) -> T:
         """Run `work` on the thread and return its result or raise its exception.
+
+        `before` is called first, in the calling thread, when it is this caller's turn.
 
         Raises
         ------
@@ -80,6 +82,8 @@ class Worker:
         with self._turn:
             if self._closed:
                 raise SessionError("session must be open; got a closed one. Open a new Session.")
+            if before is not None:
+                before()
             job = _Job(work)
             interrupted = self._finish(job)
         if interrupted is not None:
@@ -95,13 +99,15 @@ class Worker:
         queued = False
         while True:
             try:
+                # Inside the try, as the next interrupt may come at any moment.
+                if interrupted is not None:
+                    self._stop()
                 if not queued:
                     self._jobs.put(job)
                     queued = True
                 job.done.wait()
             except KeyboardInterrupt as error:
                 interrupted = error
-                self._stop()
                 continue
             return interrupted
 
