@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import warnings
@@ -15,7 +17,7 @@ import numpy as np
 
 from bmoe_lab import schema
 from bmoe_lab._version import __version__
-from bmoe_lab.errors import BmoeLabError, PolicyNeverFiredWarning, TraceFileError
+from bmoe_lab.errors import BmoeLabError, PolicyNeverFiredWarning, SchemaError, TraceFileError
 from bmoe_lab.run import Run, Summary
 from bmoe_lab.runtime.account import PhaseTotals, RunAccount
 from bmoe_lab.runtime.loops import Outcome, TextStream
@@ -52,16 +54,19 @@ def execute(
     keep: Callable[[Run], None],
 ) -> Run:
     """Run `loop` and return what came of it; `keep` gets the run even if an exception follows."""
-    recorder = _recorder(live, request) if request.record != "off" else None
+    # Whatever of the user's policy is asked here is asked before anything is opened.
+    verdict = _verdict(live, request.policy)
     run = RunAccount(
         policy=request.policy,
-        recorder=recorder,
+        recorder=None,
         level=request.record,
         seed=request.seed,
         shape=live.shape,
         keeps_cache=request.warm,
         piece=live.piece_text if request.record_text else None,
     )
+    recorder = _recorder(live, request) if request.record != "off" else None
+    run.recorder = recorder
     outcome = Outcome()
     failure: BaseException | None = None
     try:
@@ -73,7 +78,7 @@ def execute(
         outcome.ended_by = "failed"
         failure = error
     complete = outcome.ended_by not in ("stopped", "failed")
-    summary = _summary(live, request, run, outcome)
+    summary = _summary(live, request, run, outcome, verdict)
     trace, lost = _finish(recorder, request, summary, complete)
     failure = failure or lost
     result = _result(live, outcome, trace, summary, complete)
@@ -125,7 +130,9 @@ def _attrs(live: LiveModel, request: RunRequest, policy: RoutingPolicy | None) -
         "policy": repr(policy) if policy is not None else "Lossless()",
         "policy_settings": {
             "name": type(policy).__name__ if policy is not None else "Lossless",
-            "params": policy.get_params() if policy is not None else {},
+            "params": {name: _plain(value) for name, value in policy.get_params().items()}
+            if policy is not None
+            else {},
         },
         "residency_policy": repr(live.residency_policy),
         "session_settings": {
@@ -153,6 +160,20 @@ def _attrs(live: LiveModel, request: RunRequest, policy: RoutingPolicy | None) -
     return schema.clean_attrs(attrs)
 
 
+def _plain(value: Any) -> Any:
+    """Return a policy's parameter as JSON holds it: arrays by shape and SHA-256, else its repr."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray):
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return {"shape": list(value.shape), "dtype": str(value.dtype), "sha256": digest}
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return repr(value)
+    return value
+
+
 def _machine() -> dict[str, Any]:
     """Describe the computer, without its name."""
     import psutil
@@ -176,7 +197,21 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _summary(live: LiveModel, request: RunRequest, run: RunAccount, outcome: Outcome) -> Summary:
+def _verdict(live: LiveModel, policy: RoutingPolicy | None) -> tuple[str, tuple[str, ...]]:
+    """Return what the policy says of itself on this model: its effective threshold, cautions."""
+    if policy is None:
+        return "", ()
+    facts = live.facts()
+    return policy.effective(facts), tuple(policy.cautions(facts))
+
+
+def _summary(
+    live: LiveModel,
+    request: RunRequest,
+    run: RunAccount,
+    outcome: Outcome,
+    verdict: tuple[str, tuple[str, ...]],
+) -> Summary:
     policy = request.policy
     return Summary(
         kind=str(request.asked["kind"]),
@@ -186,8 +221,8 @@ def _summary(live: LiveModel, request: RunRequest, run: RunAccount, outcome: Out
         prefill=run.totals.get(schema.Phase.prefill, PhaseTotals()),
         decode=run.totals.get(schema.Phase.decode, PhaseTotals()),
         counters=run.counters,
-        effective=policy.effective(live.facts()) if policy is not None else "",
-        cautions=tuple(policy.cautions(live.facts())) if policy is not None else (),
+        effective=verdict[0],
+        cautions=verdict[1],
         ended_by=outcome.ended_by,
         cache_budget_bytes=live.cache_budget,
         token_cycle_bytes=live.token_cycle,
@@ -217,6 +252,11 @@ def _finish(
     except TraceFileError as error:
         # The file is lost, the recording is not: the caller gets both.
         return recorder.finish(attrs), error
+    except SchemaError as error:
+        # Rows do not add up: the journal is kept. The run's own failure must not be lost over it.
+        if recorder.journal is not None:
+            recorder.journal.close()
+        return None, error
 
 
 def _result(
