@@ -58,9 +58,12 @@ def test_report_of_a_comparison_is_one_small_file_that_loads_nothing():
     assert "url(" not in without_library(page)
 
 
-def test_report_of_a_long_comparison_stays_small():
-    """Hover text of every cell would take the page over its limit."""
-    assert len(report_html(make_tree(n_token=1500)).encode()) < 6 * 10**6
+def test_report_lists_experts_of_one_map_only_and_not_of_a_large_one(monkeypatch):
+    """Hover text of every cell of every map would take the page over its limit."""
+    tree = make_tree()
+    assert without_library(report_html(tree)).count("experts ") in range(240, 260)  # 80 x 3 cells
+    monkeypatch.setattr("bmoe_lab.report._HOVER_CELLS", 239)
+    assert without_library(report_html(tree)).count("experts ") < 20
 
 
 def test_report_of_a_comparison_shows_table_figures_and_marks():
