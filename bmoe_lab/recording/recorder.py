@@ -65,6 +65,7 @@ class Recorder:
         self._cost_names: list[str] | None = None
         self._pieces: list[str] = []
         self._slots = [slice(0, int(width)) for width in spec.n_expert_used]
+        self._token_bytes = spec.bytes_per_token  # asked for at every commit
         self._capacity = 0
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._grow(_FIRST_CAPACITY)
@@ -246,7 +247,7 @@ class Recorder:
         pending = self._committed - self._flushed
         if pending >= FLUSH_TOKENS or time.monotonic() - self._last_flush >= FLUSH_SECONDS:
             self.flush()
-        if self._committed * self.spec.bytes_per_token > self.memory_limit:
+        if self._committed * self._token_bytes > self.memory_limit:
             self.flush()
             self._spill()
 
@@ -366,7 +367,7 @@ class Recorder:
             return  # the rows in memory could not follow the others to disk
         used = np.asarray(self.spec.n_expert_used, dtype=np.int64)
         expected = int((self._routed * used).sum())
-        step = max(1, self.memory_limit // self.spec.bytes_per_token)
+        step = max(1, self.memory_limit // self._token_bytes)
         actual = sum(
             int((trace.expert_chosen[at : at + step].values != NO_EXPERT).sum())
             for at in range(0, trace.sizes["token"], step)
