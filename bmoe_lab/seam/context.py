@@ -142,6 +142,9 @@ class Context:
             "n_threads": n_threads,
             "n_threads_batch": n_threads,
             "no_perf": True,
+            # A library built with a GPU would otherwise copy wide matmuls' weights to it.
+            "op_offload": False,
+            "offload_kqv": False,
         }
         if callbacks is not None:
             fields |= {
