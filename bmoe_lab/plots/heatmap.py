@@ -24,6 +24,9 @@ Cells = npt.NDArray[np.float64]
 MAX_HOVER_CELLS = 20_000
 """Cells whose experts hover can list: about 100 bytes each."""
 
+# More lines than this would hide the cells between them.
+_MAX_TURNS = 40
+
 
 @dataclass(frozen=True)
 class _View:
@@ -142,9 +145,13 @@ def plot_heatmap(
     notes = [f"{n_token} tokens, {n_layer} layers", theme.run_note(trace.attrs)]
     if step > 1 or layer_step > 1:
         how = "first of" if value == "expert" else "means over"
-        notes.append(f"{how} {step} tokens x {layer_step} layers per cell")
+        layers = f" x {layer_step} layers" if layer_step > 1 else ""
+        notes.append(f"{how} {step} tokens{layers} per cell")
     if np.isnan(shown).any():
         notes.append("grey: not routed")
+    turns = np.flatnonzero(np.diff(trace["turn"].values)) + 1
+    if 0 < turns.size <= _MAX_TURNS:
+        notes.append("lines: a new turn or text window")
     figure = theme.figure(
         title=f"{view.label[0].upper()}{view.label[1:]} ({unit})",
         subtitle=" · ".join(note for note in notes if note),
@@ -174,6 +181,10 @@ def plot_heatmap(
     figure.update_xaxes(showgrid=False, zeroline=False, range=[-0.5, n_token - 0.5])
     figure.update_yaxes(showgrid=False, zeroline=False, range=[-0.5, n_layer - 0.5])
     _mark_prefill(figure, trace)
+    for first in turns if turns.size <= _MAX_TURNS else ():
+        figure.add_vline(
+            x=float(first) - 0.5, line={"color": theme.VERMILLION, "width": 1.5, "dash": "dot"}
+        )
     if n_layer <= 12:
         figure.update_yaxes(dtick=1)
     if "piece" in trace.coords and n_token <= 40:

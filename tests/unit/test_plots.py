@@ -98,8 +98,17 @@ def test_plot_heatmap_long_trace_is_reduced_and_says_so():
     figure = plots.plot_heatmap(trace)
     assert figure.data[0].z.shape == (2, 834)
     assert figure.data[0].dx == 3
-    assert "means over 3 tokens x 1 layers per cell" in text_of(figure)
+    assert "means over 3 tokens per cell" in text_of(figure)
     assert figure.data[0].text is None
+
+
+def test_plot_heatmap_marks_where_a_text_window_begins():
+    trace = make_trace(n_token=30)
+    trace["turn"].values[12:] = 1
+    figure = plots.plot_heatmap(trace)
+    assert 11.5 in [shape.x0 for shape in figure.layout.shapes]
+    assert "lines: a new turn or text window" in text_of(figure)
+    assert "lines:" not in text_of(plots.plot_heatmap(make_trace(n_token=30)))
 
 
 def test_plot_heatmap_expert_ids_are_never_averaged():
