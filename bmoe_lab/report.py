@@ -15,16 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xarray as xr
 
 from bmoe_lab import tables
 from bmoe_lab._version import __version__
 from bmoe_lab.comparison import is_comparison, runs
 from bmoe_lab.errors import SchemaError
-from bmoe_lab.schema import is_trace
+from bmoe_lab.schema import Action, Phase, is_trace
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+    from bmoe_lab.metrics import PhaseName
 
 __all__ = ["report_html", "write_report"]
 
@@ -192,6 +195,8 @@ def _comparison_body(tree: xr.DataTree) -> str:
         figures.add(lambda: plots.plot_heatmap(base, max_hover_cells=_HOVER_CELLS)),
         figures.add(lambda: plots.plot_expert_load(base)),
     ]
+    # Each run has its own policy; the marks above name them.
+    shared = {key: value for key, value in base.attrs.items() if key != "policy"}
     kinds = [str(kind) for kind in tree.to_dataset()["arm_kind"].values]
     for (name, trace), kind in zip(named, kinds, strict=True):
         if kind == "policy":
@@ -199,7 +204,7 @@ def _comparison_body(tree: xr.DataTree) -> str:
             parts.append(
                 figures.add(partial(plots.plot_heatmap, trace, value="changed", max_hover_cells=0))
             )
-    parts += ["<h2>Settings</h2>", _facts(base.attrs | tree.attrs)]
+    parts += ["<h2>Settings</h2>", _facts(shared | tree.attrs)]
     return "\n".join(parts)
 
 
@@ -207,6 +212,9 @@ def _trace_body(trace: xr.Dataset) -> str:
     from bmoe_lab import plots
 
     figures = _Figures()
+    # Prefill and decode do not share a number: decode if there is any.
+    phase: PhaseName = "decode" if (trace["phase"].values == Phase.decode).any() else "prefill"
+    changed = np.isin(trace["action"].values, (Action.dropped, Action.substituted)).any()
     parts = ["<p>", _mark(str(trace.attrs.get("policy", "trace")), trace), "</p>"]
     if not int(trace.attrs.get("complete", 1)):
         parts.append(_warning("The run is incomplete: it was interrupted, failed or killed."))
@@ -215,11 +223,16 @@ def _trace_body(trace: xr.Dataset) -> str:
             "<h2>What it missed</h2>",
             figures.add(lambda: plots.plot_heatmap(trace, max_hover_cells=_HOVER_CELLS)),
             "<h2>Hit rate per layer</h2>",
-            figures.add(lambda: plots.plot_hit_rate(trace, phase="all")),
+            figures.add(lambda: plots.plot_hit_rate(trace, phase=phase)),
+        ]
+    if changed:
+        parts += [
+            "<h2>What the policy changed</h2>",
+            figures.add(partial(plots.plot_heatmap, trace, value="changed", max_hover_cells=0)),
         ]
     parts += [
         "<h2>Which experts it used</h2>",
-        figures.add(lambda: plots.plot_expert_load(trace, phase="all")),
+        figures.add(lambda: plots.plot_expert_load(trace, phase=phase)),
         "<h2>Settings</h2>",
         _facts(trace.attrs),
     ]

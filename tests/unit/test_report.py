@@ -115,8 +115,15 @@ def test_report_text_of_a_trace_cannot_become_markup(make):
 def test_report_of_a_trace_draws_its_figures():
     parsed = Page(report_html(make_trace(n_token=40, policy="drop")))
     figures = [a for t, a in parsed.tags if a.get("class") == "plotly-graph-div"]
-    assert len(figures) == 3
+    assert len(figures) == 4
     assert "lossy: DropCold(0.75)" in parsed.text
+    assert "What the policy changed" in parsed.text
+
+
+def test_report_of_a_prompt_only_shows_its_prefill():
+    page = report_html(make_trace(n_token=8, n_prefill=8))
+    assert "Hit rate per layer, prefill" in page
+    assert "Hit rate per layer, decode" in report_html(make_trace(n_token=8))
 
 
 def test_report_of_something_else_is_refused():
