@@ -22,23 +22,31 @@ from bmoe_lab.recording import find_leftovers, open_trace, recover
 from bmoe_lab.testing.traces import make_trace
 
 N_KILLS = 60
-SHAPE = {"n_token": 200, "n_layer": 4, "n_expert": 64, "n_used": 4, "n_prefill": 60, "n_ubatch": 40}
+TOKENS = {"n_token": 200, "n_prefill": 60, "n_ubatch": 40}
+# In turn: frames smaller than any buffer would be, frames of many pages that a kill may halve.
+SHAPES = [
+    TOKENS | {"n_layer": 1, "n_expert": 8, "n_used": 2},
+    TOKENS | {"n_layer": 4, "n_expert": 64, "n_used": 4, "scores": True},
+]
 
 _HELPER = """
 import json, os, random, signal, struct, sys, time
 import pyarrow
-from bmoe_lab.recording import Journal, Recorder
+from bmoe_lab.recording import Journal, Recorder, recorder as recorder_module
 from bmoe_lab.testing.recording import feed, spec_of
 from bmoe_lab.testing.traces import make_trace
 
-folder, n_kills, shape = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-trace = make_trace(**shape, scores=True)
-n_batch = int(trace.batch.values[-1]) + 1
+folder, n_kills = sys.argv[1], int(sys.argv[2])
+traces = [make_trace(**shape) for shape in json.loads(sys.argv[3])]
 random.seed(20)
 for index in range(n_kills):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        small = index % 2 == 0
+        trace = traces[0 if small else 1]
+        recorder_module.FLUSH_TOKENS = 8 if small else 64
+        n_batch = int(trace.batch.values[-1]) + 1
         journal = Journal(f"{folder}/{index:03}.journal", spec_of(trace))
         append = journal.append
 
@@ -72,7 +80,7 @@ for index in range(n_kills):
 def killed(tmp_path_factory) -> tuple[Path, dict[int, int]]:
     """Return the folder of journals, the tokens that each child had acknowledged."""
     folder = tmp_path_factory.mktemp("killed")
-    arguments = [sys.executable, "-c", _HELPER, str(folder), str(N_KILLS), json.dumps(SHAPE)]
+    arguments = [sys.executable, "-c", _HELPER, str(folder), str(N_KILLS), json.dumps(SHAPES)]
     helper = subprocess.run(arguments, capture_output=True, text=True, timeout=400)
     assert helper.returncode == 0, helper.stderr
     return folder, dict(json.loads(line) for line in helper.stdout.splitlines())
@@ -81,24 +89,25 @@ def killed(tmp_path_factory) -> tuple[Path, dict[int, int]]:
 def test_kill_at_random_moments_loses_nothing_that_was_flushed(killed):
     folder, acknowledged = killed
     assert len(acknowledged) == N_KILLS >= 50
-    expected = make_trace(**SHAPE, scores=True)
-    n_batch = int(expected.batch[-1]) + 1
+    traces = [make_trace(**shape) for shape in SHAPES]
     for index, n_flushed in acknowledged.items():
+        expected = traces[index % 2]
+        n_batch = int(expected.batch[-1]) + 1
         actual = open_trace(folder / f"{index:03}.journal")
         n_token = actual.sizes["token"]
         # At most one flush, of 64 tokens and a whole evaluation, was written but not acknowledged.
-        assert n_flushed <= n_token <= n_flushed + 64 + SHAPE["n_ubatch"], index
+        assert n_flushed <= n_token <= n_flushed + 64 + TOKENS["n_ubatch"], index
         assert actual.attrs["complete"] == 0
         assert f"{n_token} tokens survived" in actual.attrs["journal_note"]
-        which = np.arange(n_token) % SHAPE["n_token"]
+        which = np.arange(n_token) % TOKENS["n_token"]
         fed = expected.isel(token=which)
-        batch = fed.batch + np.arange(n_token) // SHAPE["n_token"] * n_batch
+        batch = fed.batch + np.arange(n_token) // TOKENS["n_token"] * n_batch
         fed = fed.assign_coords(batch=("token", batch.values.astype(np.int32), fed.batch.attrs))
         fed.attrs = actual.attrs
         xr.testing.assert_identical(actual, fed)
         # Whole evaluations only: the next row would have begun another one.
         widths = expected.batch.values
-        assert n_token % SHAPE["n_token"] == 0 or widths[which[-1]] != widths[which[-1] + 1]
+        assert n_token % TOKENS["n_token"] == 0 or widths[which[-1]] != widths[which[-1] + 1]
 
 
 def test_kill_moments_differ(killed):

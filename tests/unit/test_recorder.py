@@ -93,12 +93,13 @@ def test_recorder_without_text_leaves_it_out(state):
 def test_recorder_discarded_evaluation_vanishes():
     recorder = Recorder(spec(), None)
     evaluate(recorder, 0)
-    begin(recorder, 1, width=3)
+    begin(recorder, 1, width=3, pieces=["a", "b", "c"])
     layer(recorder, 0, [0, 1, 2])
     recorder.discard()
     evaluate(recorder, 2)
     trace = recorder.finish()
     assert trace.batch.values.tolist() == [0, 2]
+    assert trace.piece.values.tolist() == ["x", "x"]
     assert recorder.n_token == 2
 
 

@@ -30,6 +30,8 @@ def open_plainly(path: Path) -> xr.Dataset:
     """Open as somebody would who has only xarray; warnings are errors."""
     ds = xr.open_zarr(path) if path.suffix == ".zarr" else xr.open_dataset(path)
     with ds:
+        for name, variable in ds.variables.items():
+            assert variable.encoding.get("_FillValue") is None, name
         return ds.load()
 
 
@@ -238,7 +240,7 @@ def test_open_trace_with_a_flipped_bit_in_the_data_is_an_error(tmp_path, suffix)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 8  # the scores are most of the file
     file.write_bytes(data)
-    with pytest.raises(TraceFileError, match="trace must be readable; got .*file is damaged"):
+    with pytest.raises(TraceFileError, match=r"trace must be readable; got .*file is damaged"):
         open_trace(path)
 
 
@@ -300,7 +302,7 @@ def test_open_trace_newer_version_is_refused_by_number(stored_as_version):
 
 
 def test_open_trace_older_version_without_an_upgrade_is_refused(stored_as_version):
-    with pytest.raises(SchemaError, match="got 0 in .* No upgrade from it is known"):
+    with pytest.raises(SchemaError, match=r"got 0 in .* No upgrade from it is known"):
         open_trace(stored_as_version(0))
 
 
@@ -345,9 +347,9 @@ def test_check_writable_other_kind_in_the_way_is_refused(tmp_path):
     (tmp_path / "a.zarr").write_text("")
     (tmp_path / "b.zarr").mkdir()
     (tmp_path / "b.zarr" / "precious").write_text("")
-    with pytest.raises(TraceFileError, match="must not be a folder already for .nc"):
+    with pytest.raises(TraceFileError, match=r"must not be a folder already for \.nc"):
         check_writable(tmp_path / "a.nc")
-    with pytest.raises(TraceFileError, match="must not be a file already for .zarr"):
+    with pytest.raises(TraceFileError, match=r"must not be a file already for \.zarr"):
         check_writable(tmp_path / "a.zarr")
     with pytest.raises(TraceFileError, match="That folder holds other files"):
         check_writable(tmp_path / "b.zarr")
