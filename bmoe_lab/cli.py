@@ -151,6 +151,7 @@ def record(
     """Generate text and save its routing trace."""
     from bmoe_lab.policy_text import parse_routing
 
+    chosen = parse_routing(policy) if policy else None
     with _session(
         model,
         cache=cache,
@@ -163,7 +164,7 @@ def record(
         run = session.generate(
             prompt,
             n_predict=n_predict,
-            policy=parse_routing(policy) if policy else None,
+            policy=chosen,
             record=level,  # type: ignore[arg-type]  # checked by the session
             save=save,
             temperature=temperature,
@@ -199,6 +200,7 @@ def score(
     from bmoe_lab.policy_text import parse_routing
 
     content = _text(text, file)
+    chosen = parse_routing(policy) if policy else None
     with _session(
         model,
         cache=cache,
@@ -209,14 +211,14 @@ def score(
         direct=direct,
     ) as session:
         total = sum(len(w) - n_context for w in session.windows(content, n_context=n_context))
-        with tqdm(total=total, unit="token", leave=False) as bar:
+        with tqdm(total=total, unit="token", leave=False, delay=0.5) as bar:
 
             def advance(done: int) -> None:
                 bar.update(done)
 
             run = session.score(
                 content,
-                policy=parse_routing(policy) if policy else None,
+                policy=chosen,
                 n_context=n_context,
                 record=level,  # type: ignore[arg-type]  # checked by the session
                 save=save,
