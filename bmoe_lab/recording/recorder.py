@@ -271,6 +271,7 @@ class Recorder:
         attrs: Mapping[str, Any] | None = None,
         *,
         save: str | os.PathLike[str] | None = None,
+        keep_journal: bool = False,
     ) -> xr.Dataset:
         """Return the trace; write its final file.
 
@@ -284,6 +285,8 @@ class Recorder:
             Attributes that the run's end adds; ``complete`` is 1 unless given.
         save : path-like, optional
             Final file, ``.nc`` or ``.zarr``.
+        keep_journal : bool, default False
+            Leave the journal where it is, as a leftover: what a file could not be written from.
 
         Returns
         -------
@@ -327,7 +330,9 @@ class Recorder:
                 assert isinstance(opened, xr.Dataset)  # that is what was saved
                 trace = opened
         if self.journal is not None:
-            if self._reader is not None and save is None:
+            if keep_journal and not self.journal.failed:
+                self.journal.close()
+            elif self._reader is not None and save is None:
                 # The trace is read from the journal, which goes when the last array of it goes.
                 weakref.finalize(self._reader, self.journal.remove)
             else:

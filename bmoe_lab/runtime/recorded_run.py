@@ -250,8 +250,9 @@ def _finish(
     try:
         return recorder.finish(attrs, save=request.save), None
     except TraceFileError as error:
-        # The file is lost, the recording is not: the caller gets both.
-        return recorder.finish(attrs), error
+        # The file is lost, the recording is not: it is in hand, and on disk as the journal that
+        # the message names.
+        return recorder.finish(attrs, keep_journal=True), error
     except SchemaError as error:
         # Rows do not add up: the journal is kept. The run's own failure must not be lost over it.
         if recorder.journal is not None:
