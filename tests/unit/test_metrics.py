@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 
 import numpy as np
@@ -347,11 +346,8 @@ def test_decode_speed_leaves_prefill_out():
 # ---------------------------------------------------------------- published figures
 
 
-def reference_trace(tag: str) -> xr.Dataset:
-    folder = os.environ.get("BMOE_LAB_REFERENCE_DATA")
-    if not folder:
-        pytest.skip("BMOE_LAB_REFERENCE_DATA is not set: no reference data on this machine")
-    path = Path(folder) / "bigmoeonedge" / "2026-07-15-route-trace" / f"{tag}.route.csv"
+def reference_trace(folder: Path, tag: str) -> xr.Dataset:
+    path = folder / "bigmoeonedge" / "2026-07-15-route-trace" / f"{tag}.route.csv"
     lines = path.read_text().splitlines()
     body = [line for line in lines if not line.startswith("#")]
     table = pd.read_csv(io.StringIO("\n".join(body)))
@@ -399,8 +395,10 @@ def reference_trace(tag: str) -> xr.Dataset:
         ("gptoss", 32.41, 44.84, (19.5, 71.1), 500.73, 17.9, 13.1),
     ],
 )
-def test_metrics_reproduce_published_figures(tag, recorded, decode, worst_best, mib, lag_1, lag_8):
-    trace = reference_trace(tag)
+def test_metrics_reproduce_published_figures(
+    reference_data, tag, recorded, decode, worst_best, mib, lag_1, lag_8
+):
+    trace = reference_trace(reference_data, tag)
     assert round(100 * float(metrics.hit_rate(trace, phase="all")), 2) == recorded
     assert round(100 * float(metrics.hit_rate(trace)), 2) == decode
     by_layer = 100 * metrics.hit_rate(trace, by="layer")
@@ -417,6 +415,6 @@ def test_metrics_reproduce_published_figures(tag, recorded, decode, worst_best, 
 
 
 @pytest.mark.reference_data
-def test_router_entropy_reproduces_published_figure():
-    entropy = metrics.router_entropy(reference_trace("qwen"))
+def test_router_entropy_reproduces_published_figure(reference_data):
+    entropy = metrics.router_entropy(reference_trace(reference_data, "qwen"))
     assert round(float(entropy) / np.log(2), 3) == 2.493
