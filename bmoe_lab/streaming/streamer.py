@@ -153,8 +153,8 @@ class Streamer:
     ) -> None:
         if not sys.platform.startswith("linux"):
             raise StreamingError(
-                f"streaming must run on Linux; got {sys.platform!r}. Open the session with "
-                "cache=None to run the model in memory; traces, replay and plots work anywhere."
+                f"streaming must run on Linux; got {sys.platform!r}. Run models there; opening, "
+                "replaying and plotting traces works on any system."
             )
         self.groups = tuple(groups)
         self.budget_bytes = budget_bytes

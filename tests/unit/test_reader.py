@@ -192,7 +192,7 @@ def test_short_direct_read_within_a_block_reads_the_block_again(
     real = os.preadv
 
     def short(descriptor, buffers, offset):
-        return min(real(descriptor, buffers, offset), 3 * PAGE + 512)
+        return min(real(descriptor, buffers, offset), 3 * PAGE + 100)
 
     monkeypatch.setattr(os, "preadv", short)
     reader.read([job(memory, 0, 20 * PAGE)])

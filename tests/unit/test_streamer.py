@@ -210,6 +210,8 @@ def test_failed_read_leaves_no_key_and_the_next_load_works(
     # 0 went as a victim, 3 and 4 were not read; what was resident and wanted stays.
     assert np.flatnonzero(streamer.resident(0)).tolist() == [1, 2]
     assert streamer.state.resident_bytes == 2 * EXPERT
+    for arena in streamer.arenas[0]:
+        assert [e for e in range(N_EXPERT) if arena.is_resident(e)] == [1, 2]
     assert_resident_experts_are_right(streamer, model)
     assert streamer.load(0, ids(2, 3, 4)).residency.tolist() == [1, 0, 0]
     assert_resident_experts_are_right(streamer, model)
