@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         tables,
         testing,
     )
-    from bmoe_lab.comparing import compare
+    from bmoe_lab.comparison.comparing import compare
     from bmoe_lab.recording import open_trace, save_trace
     from bmoe_lab.recording.recover import recover
     from bmoe_lab.run import Run
@@ -68,7 +68,7 @@ _MODULES = {
 _HOME = {
     "Run": "bmoe_lab.run",
     "Session": "bmoe_lab.session",
-    "compare": "bmoe_lab.comparing",
+    "compare": "bmoe_lab.comparison",
     "open_trace": "bmoe_lab.recording",
     "recover": "bmoe_lab.recording",
     "save_trace": "bmoe_lab.recording",

@@ -256,7 +256,7 @@ def compare(
     seed: Seed = 0,
 ) -> None:
     """Price lossy policies against the lossless run on the same text."""
-    from bmoe_lab.comparing import compare as run_compare
+    from bmoe_lab.comparison.comparing import compare as run_compare
     from bmoe_lab.policy_text import parse_routing
     from bmoe_lab.recording import save_trace
     from bmoe_lab.report import write_report

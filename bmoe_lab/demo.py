@@ -57,7 +57,7 @@ def run_demo(out: Path, *, console: Console, seed: int = 0) -> xr.DataTree:
     TraceFileError
         If `out` cannot be written.
     """
-    from bmoe_lab.comparing import compare
+    from bmoe_lab.comparison.comparing import compare
     from bmoe_lab.datasets import demo_model
     from bmoe_lab.errors import TraceFileError
     from bmoe_lab.recording import save_trace

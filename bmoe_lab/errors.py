@@ -12,7 +12,11 @@
      ├─ PolicyError        (ValueError)    a policy returned something that cannot be applied
      ├─ SeamError          (RuntimeError)  llama.cpp is not as the seam expects
      ├─ StreamingError     (OSError)       experts could not be read
-     └─ SessionError       (RuntimeError)  a session cannot do this now (closed, busy, context full)
+     ├─ SessionError       (RuntimeError)  a session cannot do this now (closed, busy, context full)
+     └─ ComparisonError    (RuntimeError)  a run of a comparison failed; has what was finished
+
+    KeyboardInterrupt
+     └─ ComparisonInterrupted              a comparison was interrupted; has what was finished
 
 Each also derives from the standard exception in parentheses, so that both
 ``except BmoeLabError`` and the usual ``except ValueError`` work. Messages have the form
@@ -23,12 +27,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 __all__ = [
     "BeyondTrainingWarning",
     "BmoeLabError",
     "BmoeLabWarning",
     "CacheBelowCycleWarning",
+    "ComparisonError",
+    "ComparisonInterrupted",
     "DatasetError",
     "ModelFileError",
     "PolicyError",
@@ -86,6 +96,36 @@ class StreamingError(BmoeLabError, OSError):
 
 class SessionError(BmoeLabError, RuntimeError):
     """The session cannot do this in its present state."""
+
+
+class ComparisonInterrupted(KeyboardInterrupt):
+    """A comparison was interrupted; the runs that finished are in :attr:`tree`.
+
+    Attributes
+    ----------
+    tree : xarray.DataTree
+        The comparison so far, ``complete = 0``.
+    """
+
+    def __init__(self, message: str, tree: xr.DataTree) -> None:
+        super().__init__(message)
+        self.tree = tree
+
+
+class ComparisonError(BmoeLabError, RuntimeError):
+    """A run of a comparison failed; the runs that finished before it are in :attr:`tree`.
+
+    The failure itself is the ``__cause__``.
+
+    Attributes
+    ----------
+    tree : xarray.DataTree
+        The comparison so far, ``complete = 0``, with ``failed_arm`` in its attributes.
+    """
+
+    def __init__(self, message: str, tree: xr.DataTree) -> None:
+        super().__init__(message)
+        self.tree = tree
 
 
 class BmoeLabWarning(UserWarning):

@@ -20,7 +20,7 @@ import xarray as xr
 
 from bmoe_lab import tables
 from bmoe_lab._version import __version__
-from bmoe_lab.comparison import is_comparison, runs
+from bmoe_lab.comparison.tree import is_comparison, runs
 from bmoe_lab.errors import SchemaError
 from bmoe_lab.schema import Action, Phase, is_trace
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from bmoe_lab.comparison import runs
+from bmoe_lab.comparison.tree import runs
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,7 +7,7 @@ from typing import Any
 
 import xarray as xr
 
-from bmoe_lab.comparison import runs
+from bmoe_lab.comparison.tree import runs
 from bmoe_lab.plots import theme
 
 __all__ = ["Series", "series_of"]

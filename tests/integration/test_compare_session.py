@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 import bmoe_lab as bl
-from bmoe_lab.comparing import ComparisonError, ComparisonInterrupted
+from bmoe_lab.errors import ComparisonError, ComparisonInterrupted
 from bmoe_lab.schema import Phase, validate
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from bmoe_lab.comparison import Arm, build_tree
+from bmoe_lab.comparison.tree import Arm, build_tree
 from bmoe_lab.metrics import routing_agreement
 from bmoe_lab.testing.traces import make_trace
 

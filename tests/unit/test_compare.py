@@ -16,10 +16,17 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from bmoe_lab import statistics
-from bmoe_lab.comparing import Comparison, ComparisonError, ComparisonInterrupted, compare
-from bmoe_lab.comparison import COLUMNS, is_comparison, node_name, runs
-from bmoe_lab.errors import BmoeLabError, SchemaError, SettingsError, UnknownNameError
+from bmoe_lab.comparison import statistics
+from bmoe_lab.comparison.comparing import Comparison, compare
+from bmoe_lab.comparison.tree import COLUMNS, is_comparison, node_name, runs
+from bmoe_lab.errors import (
+    BmoeLabError,
+    ComparisonError,
+    ComparisonInterrupted,
+    SchemaError,
+    SettingsError,
+    UnknownNameError,
+)
 from bmoe_lab.routing import DropCold, RandomDrop, RandomSubstitute, RoutingPolicy
 from bmoe_lab.routing.counters import Counters
 from bmoe_lab.schema import Phase, validate

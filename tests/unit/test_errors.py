@@ -10,7 +10,9 @@ def test_errors_each_is_in_the_tree(name):
     item = getattr(errors, name)
     if not inspect.isclass(item):
         return
-    assert issubclass(item, errors.BmoeLabError | errors.BmoeLabWarning)
+    # An interrupt must not be caught by whoever handles errors.
+    roots = errors.BmoeLabError | errors.BmoeLabWarning | KeyboardInterrupt
+    assert issubclass(item, roots)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
+from bmoe_lab.comparison.logit_store import LogitStore
 from bmoe_lab.errors import SettingsError
-from bmoe_lab.logit_store import LogitStore
 
 
 def test_store_rows_come_back_bit_for_bit(tmp_path):

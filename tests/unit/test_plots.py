@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from bmoe_lab import metrics, plots
-from bmoe_lab.comparison import build_tree
+from bmoe_lab.comparison.tree import build_tree
 from bmoe_lab.errors import SchemaError, SettingsError, UnknownNameError
 from bmoe_lab.plots import theme
 from bmoe_lab.plots.reduce import block_means, step_for

@@ -4,6 +4,7 @@ import errno
 import gc
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -314,6 +315,34 @@ def test_interrupt_in_the_caller_waits_for_the_other_lanes(file, memory, open_re
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(KeyboardInterrupt):
         reader.read([job(memory, i * 5 * PAGE, PAGE) for i in range(2)])
+    assert len(finished) == 1
+
+
+def test_interrupt_while_waiting_for_other_lanes_waits_on(file, memory, open_reader, monkeypatch):
+    """The same, if the interrupt finds the caller asleep."""
+    reader = open_reader(file, 2, False)
+    monkeypatch.setattr(reader_module, "INLINE_BYTES", 0)
+    real, caller = os.preadv, threading.current_thread()
+    caller_read, came_back, finished = threading.Event(), threading.Event(), []
+    lane_started = threading.Event()
+
+    def preadv(descriptor, buffers, offset):
+        if threading.current_thread() is caller:
+            assert lane_started.wait(10)
+            got = real(descriptor, buffers, offset)
+            caller_read.set()
+            return got
+        lane_started.set()
+        assert caller_read.wait(10)
+        signal.pthread_kill(caller.ident, signal.SIGINT)
+        came_back.wait(0.2)
+        finished.append(offset)
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(KeyboardInterrupt):
+        reader.read([job(memory, i * 5 * PAGE, PAGE) for i in range(2)])
+    came_back.set()
     assert len(finished) == 1
 
 

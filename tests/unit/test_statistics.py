@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bmoe_lab.comparison.statistics import Interval, _blocks, mean_interval, paired_interval
 from bmoe_lab.errors import SettingsError
-from bmoe_lab.statistics import Interval, _blocks, mean_interval, paired_interval
 
 
 def correlated(n: int, seed: int, phi: float = 0.8) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 from rich.console import Console
 
-from bmoe_lab.comparison import COLUMNS
+from bmoe_lab.comparison.tree import COLUMNS
 from bmoe_lab.errors import SchemaError
 from bmoe_lab.tables import comparison_frame, comparison_html, comparison_table, control_lines
 from tests.unit.comparison_data import make_tree

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from bmoe_lab import metrics, statistics
+from bmoe_lab import metrics
+from bmoe_lab.comparison import statistics
+from bmoe_lab.comparison.statistics import Interval
 from bmoe_lab.errors import SchemaError
-from bmoe_lab.statistics import Interval
 
 __all__ = ["COLUMNS", "KINDS", "Arm", "build_tree", "is_comparison", "node_name", "runs"]
 

@@ -20,9 +20,14 @@ import numpy.typing as npt
 import xarray as xr
 
 from bmoe_lab import divergence, metrics
-from bmoe_lab.comparison import Arm, Kind, build_tree
-from bmoe_lab.errors import BmoeLabError, SettingsError, unknown_name
-from bmoe_lab.logit_store import LogitStore
+from bmoe_lab.comparison.logit_store import LogitStore
+from bmoe_lab.comparison.tree import Arm, Kind, build_tree
+from bmoe_lab.errors import (
+    ComparisonError,
+    ComparisonInterrupted,
+    SettingsError,
+    unknown_name,
+)
 from bmoe_lab.schema import Phase
 
 if TYPE_CHECKING:
@@ -31,44 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparison",
-    "ComparisonError",
-    "ComparisonInterrupted",
     "Progress",
     "compare",
 ]
 
 LOSSLESS = "lossless"
 NOISE_FLOOR = "lossless again"
-
-
-class ComparisonInterrupted(KeyboardInterrupt):
-    """A comparison was interrupted; the runs that finished are in :attr:`tree`.
-
-    Attributes
-    ----------
-    tree : xarray.DataTree
-        The comparison so far, ``complete = 0``.
-    """
-
-    def __init__(self, message: str, tree: xr.DataTree) -> None:
-        super().__init__(message)
-        self.tree = tree
-
-
-class ComparisonError(BmoeLabError, RuntimeError):
-    """A run of a comparison failed; the runs that finished before it are in :attr:`tree`.
-
-    The failure itself is the ``__cause__``.
-
-    Attributes
-    ----------
-    tree : xarray.DataTree
-        The comparison so far, ``complete = 0``, with ``failed_arm`` in its attributes.
-    """
-
-    def __init__(self, message: str, tree: xr.DataTree) -> None:
-        super().__init__(message)
-        self.tree = tree
 
 
 @dataclass(frozen=True)
@@ -185,9 +158,10 @@ def compare(
     Notes
     -----
     Differences are paired by token; their intervals come from a moving-block bootstrap (block 16,
-    2,000 draws, seeded) whose blocks do not cross windows (:mod:`bmoe_lab.statistics`). KL is taken
-    over the full vocabulary in float64 (:mod:`bmoe_lab.divergence`). Rates, hits, bytes and times
-    are those of the tokens decoded under the policy, the context left out.
+    2,000 draws, seeded) whose blocks do not cross windows
+    (:mod:`bmoe_lab.comparison.statistics`). KL is taken over the full vocabulary in float64
+    (:mod:`bmoe_lab.divergence`). Rates, hits, bytes and times are those of the tokens decoded
+    under the policy, the context left out.
 
     Examples
     --------
