@@ -551,7 +551,10 @@ class Session:
         one_of("start", start, ("cold", "warm"))
         seed = integer("seed", seed, 0, (1 << 63) - 1)
         if save is not None and record == "off":
-            raise SettingsError("save needs a trace; got record='off'. Record 'ids' or drop save.")
+            raise SettingsError(
+                "record must be another level where a trace is saved; got 'off'. Record 'ids', or "
+                "leave save out."
+            )
         if save is not None:
             from bmoe_lab.recording import check_writable
 
@@ -601,6 +604,9 @@ class Session:
 
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> dict[str, Any]:
     """Check the sampling settings; ranges so written that NaN is refused."""
+    for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+            raise SettingsError(f"{name} must be a number; got {value!r}.")
     if not 0 <= temperature <= 100:
         raise SettingsError(f"temperature must be in [0, 100]; got {temperature!r}.")
     if not 0 < top_p <= 1:

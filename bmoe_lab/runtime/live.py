@@ -143,6 +143,15 @@ class LiveModel:
                 f"in {settings.path}. Nothing in it can be streamed."
             )
         n_expert = layout.n_expert or 0
+        used = layout.hparam("expert_used_count")
+        # llama.cpp asserts this, which ends the process.
+        if used is not None and not all(
+            1 <= n <= n_expert for n in (used if isinstance(used, tuple) else (used,))
+        ):
+            raise ModelFileError(
+                f"model file must use 1 to {n_expert} of its {n_expert} experts per token; got "
+                f"{used!r} in {str(settings.path)!r}. The file is damaged: convert it again."
+            )
         if settings.n_expert_used is not None and settings.n_expert_used > n_expert:
             raise SettingsError(
                 f"n_expert_used must be at most the model's {n_expert} experts; got "

@@ -123,9 +123,9 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
     """Return `value` if it is one of the known words."""
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise unknown_name(name, value, known)
-    return str(value)
+    return value
 
 
 def _boolean(name: str, value: Any) -> bool:

@@ -58,9 +58,13 @@ class Model:
             self._overrides[0].value.val_i64 = n_expert_used
             fields["kv_overrides"] = self._overrides
         params = fill_params(api.llama_model_default_params(), **fields)
+        lib.log.clear()  # so that a failure is told by its own lines
         self.handle: Any = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
-            raise ModelFileError(f"{path} could not be loaded by llama.cpp: {lib.last_log()}.")
+            raise ModelFileError(
+                f"model file must be one that llama.cpp can load; got {lib.last_log()!r} for "
+                f"{str(path)!r}. Convert or download it again."
+            )
         self.vocab = api.llama_model_get_vocab(self.handle)
         self.n_vocab = int(api.llama_vocab_n_tokens(self.vocab))
         self.n_ctx_train = int(api.llama_model_n_ctx_train(self.handle))
@@ -156,6 +160,7 @@ class Context:
                 "abort_callback_data": callbacks.user_data,
             }
         params = fill_params(api.llama_context_default_params(), **fields)
+        lib.log.clear()
         self.handle: Any = api.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise SeamError(

@@ -117,7 +117,14 @@ def _text(handle: Any, function: str) -> str:
 
 def _log_callback(log: collections.deque[str]) -> Any:
     """Return a C callback that keeps warnings and errors and passes everything to `logging`."""
-    levels = {1: logging.DEBUG, 2: logging.WARNING, 3: logging.ERROR, 4: logging.DEBUG}
+    # ggml_log_level of ggml.h; 0 is a line without a level.
+    levels = {
+        0: logging.DEBUG,
+        1: logging.DEBUG,
+        2: logging.DEBUG,
+        3: logging.WARNING,
+        4: logging.ERROR,
+    }
     last = [logging.DEBUG]
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
