@@ -53,7 +53,10 @@ def main() -> None:
         Console(stderr=True).print("interrupted")
         sys.exit(130)
     except BmoeLabError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False)
+        # One line, however narrow the terminal: programs read it too.
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True
+        )
         sys.exit(1)
     except BrokenPipeError:
         # The reader of a pipe went away; Python would complain once more at exit.
