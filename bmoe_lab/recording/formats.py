@@ -2,8 +2,8 @@
 
 Both formats are written so that a plain ``xarray`` reads equal values of equal dtypes: no fill
 values (they would make integers floats), no scaling, Zarr in format 2 (format 3 warns on text).
-Blocks carry checksums (netCDF: Fletcher-32, Zarr: the one of Zstandard frames), so damage is an
-error.
+Blocks of numbers carry checksums (netCDF: Fletcher-32, Zarr: the one of Zstandard frames), so
+damage to them is an error; HDF5's own structures, its text and Zarr's JSON have none.
 """
 
 from __future__ import annotations

@@ -351,6 +351,43 @@ def test_recorder_journal_fails_at_commit_the_trace_in_memory_goes_on(tmp_path, 
     assert recorder.finish({"complete": 0}).sizes["token"] == 129
 
 
+def test_recorder_longer_than_memory_on_a_full_disk_keeps_what_was_flushed(tmp_path, monkeypatch):
+    journal = Journal.create(spec(), save=tmp_path / "a.nc")
+    recorder = Recorder(spec(), journal, memory_limit=5_000)
+    for batch in range(3):
+        evaluate(recorder, batch, width=64)
+    assert recorder._spilled == 192
+
+    def full(kind: bytes, payload: bytes) -> None:
+        journal.failed = True
+        raise TraceFileError("journal must be writable; got 'No space left on device'.")
+
+    monkeypatch.setattr(journal, "_write", full)
+    with pytest.raises(TraceFileError, match="No space left"):
+        evaluate(recorder, 3, width=64)
+    trace = recorder.finish({"complete": 0, "ended_by": "error"})
+    assert trace.sizes["token"] == 192
+    assert trace.attrs["complete"] == 0
+    assert trace.attrs["ended_by"] == "error"
+    assert "192 tokens survived" in trace.attrs["journal_note"]
+    trace.close()
+
+
+def test_recorder_disk_full_at_the_end_finish_can_be_repeated(tmp_path, monkeypatch):
+    journal = Journal.create(spec(), save=tmp_path / "a.nc")
+    recorder = Recorder(spec(), journal)
+    evaluate(recorder, 0, width=3)
+
+    def full(kind: bytes, payload: bytes) -> None:
+        journal.failed = True
+        raise TraceFileError("journal must be writable; got 'No space left on device'.")
+
+    monkeypatch.setattr(journal, "_write", full)
+    with pytest.raises(TraceFileError, match="No space left"):
+        recorder.finish(save=tmp_path / "a.nc")
+    assert recorder.finish().sizes["token"] == 3
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
