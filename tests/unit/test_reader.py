@@ -323,27 +323,32 @@ def test_interrupt_while_waiting_for_other_lanes_waits_on(file, memory, open_rea
     reader = open_reader(file, 2, False)
     monkeypatch.setattr(reader_module, "INLINE_BYTES", 0)
     real, caller = os.preadv, threading.current_thread()
-    caller_read, came_back, finished = threading.Event(), threading.Event(), []
-    lane_started = threading.Event()
+    lane_started, caller_waits, came_back = (threading.Event() for _ in range(3))
+    finished = []
+    real_wait = reader_module._Load.wait
+
+    def wait(load, n_lanes):
+        caller_waits.set()
+        real_wait(load, n_lanes)
 
     def preadv(descriptor, buffers, offset):
         if threading.current_thread() is caller:
             assert lane_started.wait(10)
-            got = real(descriptor, buffers, offset)
-            caller_read.set()
-            return got
+            return real(descriptor, buffers, offset)
         lane_started.set()
-        assert caller_read.wait(10)
+        assert caller_waits.wait(10)
         signal.pthread_kill(caller.ident, signal.SIGINT)
         came_back.wait(0.2)
         finished.append(offset)
         return real(descriptor, buffers, offset)
 
+    monkeypatch.setattr(reader_module._Load, "wait", wait)
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(KeyboardInterrupt):
         reader.read([job(memory, i * 5 * PAGE, PAGE) for i in range(2)])
+    finished_by_then = list(finished)
     came_back.set()
-    assert len(finished) == 1
+    assert len(finished_by_then) == 1
 
 
 class Freed:
