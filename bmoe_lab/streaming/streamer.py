@@ -163,9 +163,12 @@ class Streamer:
         self._costs = Costs()
         self.closed = False
         self.reader = Reader([shard.path for shard in layout.shards], lanes, direct)
+        total = sum(layout.tensors[name].n_bytes for group in groups for name in group.tensors)
+        # Nothing is ever evicted from a cache that holds everything.
+        huge = budget_bytes >= total
         try:
             for group in self.groups:
-                self._stacks.append(self._make_stacks(layout, group, poison))
+                self._stacks.append(self._make_stacks(layout, group, poison, huge))
             counts = [stacks[0].arena.n_expert for stacks in self._stacks]
             self.n_expert = max(counts)
             self.expert_bytes = np.array(
@@ -181,7 +184,7 @@ class Streamer:
             raise
 
     def _make_stacks(
-        self, layout: ModelLayout, group: StackGroup, poison: int | None
+        self, layout: ModelLayout, group: StackGroup, poison: int | None, huge: bool
     ) -> list[_Stack]:
         stacks: list[_Stack] = []
         for name in group.tensors:
@@ -192,7 +195,12 @@ class Streamer:
                     f"{group.tensors} of block {group.block}. This layout is not supported."
                 )
             arena = Arena(
-                entry.n_bytes, entry.offset, entry.slice_bytes, entry.ne[2], poison=poison
+                entry.n_bytes,
+                entry.offset,
+                entry.slice_bytes,
+                entry.ne[2],
+                poison=poison,
+                huge=huge,
             )
             stacks.append(_Stack(arena, entry.shard))
             self.addresses[name] = arena.address

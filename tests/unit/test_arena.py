@@ -213,3 +213,20 @@ def test_view_that_outlives_close_keeps_its_memory():
     kept = arena.slice(0)
     arena.close()
     assert kept[0] == 7
+
+
+@pytest.mark.parametrize(("huge", "flag"), [(False, "nh"), (True, "hg")])
+def test_arena_huge_pages_only_where_everything_may_stay(make_arena, huge, flag):
+    arena = make_arena(4 * 2**20, 2, huge=huge)
+    fill(arena, 0)
+    flags, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split(" ", 1)[0]
+        if "-" in head and ":" not in head:
+            start, stop = (int(x, 16) for x in head.split("-"))
+            inside = start <= arena.base < stop
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    if flag not in flags and not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no huge pages")
+    assert flag in flags

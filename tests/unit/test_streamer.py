@@ -261,8 +261,8 @@ def test_closed_streamer_leaves_no_mapping_descriptor_or_thread(model, monkeypat
     mapped = []
     real = arena_module._anonymous
 
-    def noted(length):
-        mapping = real(length)
+    def noted(length, huge):
+        mapping = real(length, huge)
         mapped.append(np.frombuffer(mapping, np.uint8).__array_interface__["data"][0])
         return mapping
 
