@@ -70,10 +70,13 @@ def report_perplexity(options: argparse.Namespace, domains: list[windows.Domain]
         by_position.append(ours.mean(0))
         perplexity = np.exp(ours.mean())
         bits = ours.mean() / np.log(2) / domain.bytes_per_token
-        theirs = np.exp(torch_losses(reference, domain).mean()) if reference else np.nan
+        compared = "not measured | -"
+        if reference:
+            theirs = np.exp(torch_losses(reference, domain).mean())
+            compared = f"{theirs:.2f} | {100 * (perplexity / theirs - 1):+.3f} %"
         print(
             f"| {domain.name} | {len(ours)} | {domain.bytes_per_token:.2f} | {perplexity:.2f} "
-            f"| {theirs:.2f} | {100 * (perplexity / theirs - 1):+.3f} % | {bits:.2f} |"
+            f"| {compared} | {bits:.2f} |"
         )
     parts = np.mean(by_position, axis=0).reshape(8, -1).mean(1)
     print(f"\nmean loss by position, in {options.length // 8} tokens each, mean of domains:")

@@ -25,8 +25,9 @@ DESCRIPTION = (
     "from scratch on public-domain and PSF-licensed texts. It imitates five styles and knows "
     "nothing. Made for studying expert routing and streaming."
 )
-# Trained on windows of 256, then 512 tokens. The loss does not rise up to 1024: MODEL_CARD.md.
-CONTEXT_LENGTH = 1024
+# The longest window trained on. Windows of 1024 work, at a perplexity up to 3 % higher than
+# that of windows of 512: MODEL_CARD.md.
+CONTEXT_LENGTH = 512
 
 F32, F16, Q8_0 = (
     gguf.GGMLQuantizationType.F32,
