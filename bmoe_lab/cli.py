@@ -104,7 +104,8 @@ def _text(text: str | None, file: Path | None) -> str:
     from bmoe_lab.errors import SettingsError
 
     if (text is None) == (file is None):
-        raise SettingsError("text must be given once: either --text or --file.")
+        given = "neither" if text is None else "both"
+        raise SettingsError(f"text must be given by one of --text and --file; got {given}.")
     if text is not None:
         return text
     assert file is not None

@@ -372,6 +372,9 @@ ATTRIBUTES: dict[str, AttributeSpec] = {
         ),
         AttributeSpec("instrumented", "flag", "1 if recording slowed the run down"),
         AttributeSpec("cache_start", "str", "cold or warm"),
+        AttributeSpec(
+            "cold_turns", "flag", "1 if the cache was emptied at the start of every turn"
+        ),
         AttributeSpec("cache_budget_bytes", "int", "bytes allowed to resident experts"),
         AttributeSpec("policy", "str", "repr of the routing policy"),
         AttributeSpec("policy_settings", "json", "routing policy: name and parameters"),

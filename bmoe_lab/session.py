@@ -209,7 +209,18 @@ class Session:
 
     def tokenize(self, text: str, *, add_special: bool = True) -> np.ndarray:
         """Return the token ids of `text`, int32 of shape (token,)."""
-        return np.asarray(self._model.model.tokenize(text, add_special=add_special))
+        model = self._model.model
+        return np.asarray(self._worker.call(lambda: model.tokenize(text, add_special=add_special)))
+
+    def check(self, policy: RoutingPolicy | None) -> None:
+        """Raise PolicyError if `policy` cannot run here: wrong object, no cache, no scores.
+
+        Parameters
+        ----------
+        policy : RoutingPolicy or None
+            As :meth:`generate` and :meth:`score` take it.
+        """
+        self._prepared(policy, "ids")
 
     def info(self) -> dict[str, Any]:
         """Return what the capture found, as plain values.

@@ -72,6 +72,10 @@ class Scorer(Protocol):
     def n_vocab(self) -> int:
         """Logits per token."""
 
+    def check(self, policy: Any) -> None:
+        """See :meth:`bmoe_lab.Session.check`."""
+        ...
+
     def windows(self, text: Any, *, n_context: int) -> list[npt.NDArray[np.int32]]:
         """Return the windows that `score` would run."""
 
@@ -211,6 +215,9 @@ def _run_all(
 
             save_trace(comparison.tree(complete=complete), path)
 
+    # Before anything takes time: a policy that cannot run is the caller's slip.
+    for policy in policies:
+        comparison.session.check(policy)
     comparison.run(name=LOSSLESS, kind="lossless")
     if noise_floor:
         keep()

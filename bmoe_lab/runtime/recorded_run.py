@@ -126,6 +126,8 @@ def _attrs(live: LiveModel, request: RunRequest, policy: RoutingPolicy | None) -
         "instrumented": True,
         "source": "live",
         "cache_start": "warm" if request.warm else "cold",
+        # A score's windows are its turns.
+        "cold_turns": request.asked["kind"] == "score" and not request.warm,
         "cache_budget_bytes": live.cache_budget,
         "policy": repr(policy) if policy is not None else "Lossless()",
         "policy_settings": {

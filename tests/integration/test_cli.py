@@ -116,7 +116,7 @@ def test_demo_leaves_traces_and_report(run, tmp_path, monkeypatch):
     [
         (["info", "nowhere.gguf"], "nowhere.gguf"),
         (["score", MODEL, "--text", TEXT, "--cache", "12 XB"], "cache must be a size"),
-        (["score", MODEL, *SMALL], "either --text or --file"),
+        (["score", MODEL, *SMALL], "one of --text and --file; got neither"),
         (["score", MODEL, "--text", "a", *SMALL], "longer than n_context"),
         (["score", MODEL, "--text", TEXT, "--policy", "DropCol(1)", *SMALL], "Did you mean"),
         (["score", MODEL, "--text", TEXT, "--save", "x.txt", *SMALL], "x.txt"),

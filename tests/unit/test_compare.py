@@ -23,6 +23,7 @@ from bmoe_lab.errors import (
     BmoeLabError,
     ComparisonError,
     ComparisonInterrupted,
+    PolicyError,
     SchemaError,
     SettingsError,
     UnknownNameError,
@@ -72,6 +73,10 @@ class FakeSession:
         self.interrupt_in = interrupt_in
         self.noisy = noisy
         self.policies: list[Any] = []
+
+    def check(self, policy: Any) -> None:
+        if isinstance(policy, type):
+            raise PolicyError(f"policy must be an instance; got {policy}.")
 
     def windows(self, text: Any, *, n_context: int) -> list[np.ndarray]:
         texts = text if isinstance(text, list) else [text]
@@ -465,3 +470,11 @@ def test_runs_of_something_else_is_refused():
     with pytest.raises(SchemaError, match="tree must be a comparison"):
         runs(xr.DataTree())
     assert not is_comparison(xr.Dataset())
+
+
+def test_compare_policy_that_cannot_run_is_refused_before_anything_runs():
+    """It used to be noticed only after both lossless runs."""
+    session = FakeSession()
+    with pytest.raises(PolicyError, match="must be an instance"):
+        run([dict], session)
+    assert session.policies == []
