@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,16 @@ def reference_data() -> Path:
     if not folder:
         pytest.skip("BMOE_LAB_REFERENCE_DATA is not set: no recorded traces of other engines")
     return Path(folder)
+
+
+def pytest_configure():
+    """Let Ctrl-C be tested whatever started the tests.
+
+    A shell starts background jobs with SIGINT ignored, Python keeps it so, and then no test could
+    interrupt anything.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure():
