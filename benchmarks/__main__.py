@@ -113,13 +113,20 @@ def _memory(model: Path, options: argparse.Namespace) -> dict[str, float]:
 
 def _streamed(model: Path, options: argparse.Namespace, compute_s: float) -> dict[str, float]:
     figures = decoding.streamed(
-        model, options.budget, 2 * options.tokens, options.threads, options.lanes, compute_s
+        model,
+        options.budget,
+        options.tokens,
+        options.rounds,
+        options.threads,
+        options.lanes,
+        compute_s,
     )
     table = Table(
         title=(
             f"decode from disk, cache {options.budget}, {options.lanes} lanes, "
-            f"{'direct' if figures['direct'] else 'buffered'} reads, {2 * options.tokens} tokens "
-            "after as many; limit = 1 / (compute in memory + bytes / probed bandwidth)"
+            f"{'direct' if figures['direct'] else 'buffered'} reads, {options.rounds} rounds of "
+            f"{options.tokens} tokens with a probe of the same file between them; "
+            "limit = 1 / (compute in memory + bytes / probed bandwidth)"
         )
     )
     table.add_column("what")
@@ -127,7 +134,11 @@ def _streamed(model: Path, options: argparse.Namespace, compute_s: float) -> dic
     rows = [
         ("tokens per second", f"{figures['tokens_per_s']:.2f}"),
         ("serial limit", f"{figures['limit_tokens_per_s']:.2f}"),
-        ("of the limit", f"{100 * figures['of_limit']:.1f} %"),
+        (
+            "of the limit, median [range]",
+            f"{100 * figures['of_limit']:.1f} % [{100 * figures['of_limit_low']:.1f}, "
+            f"{100 * figures['of_limit_high']:.1f}]",
+        ),
         ("hit rate", f"{100 * figures['hit_rate']:.1f} %"),
         ("read per token", format_size(figures["read_bytes_per_token"])),
         ("probed bandwidth", f"{format_size(figures['bandwidth'])}/s"),

@@ -124,7 +124,7 @@ def in_memory(path: Path, n_token: int, rounds: int, n_threads: int) -> list[Arm
         with bl.Session(
             path, cache="64 GiB", n_ctx=N_CTX, n_ubatch=N_UBATCH, n_threads=n_threads
         ) as session:
-            _fill(session, model.n_vocab)
+            _fill(session)
             arms = [
                 Arm("plain llama.cpp", _plain(context), []),
                 Arm("session, record off", _ours(session, "off"), []),
@@ -138,23 +138,32 @@ def in_memory(path: Path, n_token: int, rounds: int, n_threads: int) -> list[Arm
         model.close()
 
 
-def _fill(session: bl.Session, n_vocab: int) -> None:
-    """Read prompts until (nearly) every expert is resident."""
-    for seed in range(3):
-        session.generate(
-            tokens(N_UBATCH, n_vocab, seed=1000 + seed), n_predict=1, record="off", start="warm"
-        )
+def _fill(session: bl.Session) -> None:
+    """Make every expert resident, so that no arm reads anything."""
+    live = session._model
+
+    def load() -> None:
+        for layer in live.graph.layers:
+            live.streamer.load(layer.index, np.arange(layer.n_expert, dtype=np.int32))
+
+    session._worker.call(load)
 
 
 def streamed(
-    path: Path, budget: str, n_token: int, n_threads: int, lanes: int, compute_s: float
+    path: Path,
+    budget: str,
+    n_token: int,
+    rounds: int,
+    n_threads: int,
+    lanes: int,
+    compute_s: float,
 ) -> dict[str, float]:
     """Measure decoding from disk and the arithmetic limit of doing one thing after the other.
 
     The limit is ``1 / (compute_s + bytes / bandwidth)``: `compute_s` from the in-memory session,
-    bandwidth from a probe of the same file at the size of an expert's slice, before and after.
+    bandwidth from probes of the same file at the size of an expert's slice. Probes and decoding
+    take turns, since the disk's rate drifts.
     """
-    n_vocab = 0
     with bl.Session(
         path,
         cache=budget,
@@ -163,30 +172,46 @@ def streamed(
         n_threads=n_threads,
         io_lanes=lanes,
     ) as session:
-        n_vocab = session.n_vocab
         info = session.info()
         request = max(4096, info["expert_bytes"][0] // 3 // 4096 * 4096)
-        probes = [probe_bandwidth(path, request_bytes=request, lanes=lanes).bytes_per_s]
-        drive(session, tokens(n_token, n_vocab, seed=77))
-        _, run = drive(session, tokens(n_token, n_vocab, seed=78))
-        probes.append(
-            probe_bandwidth(path, request_bytes=request, lanes=lanes, offset=2**30).bytes_per_s
-        )
-        totals = run.summary.decode
+        drive(session, tokens(2 * n_token, session.n_vocab, seed=77))
+        shares, totals = [], []
+        probes: list[float] = []
+        for number in range(rounds + 1):
+            probe = probe_bandwidth(
+                path,
+                request_bytes=request,
+                lanes=lanes,
+                n_bytes=96 * 2**20,
+                offset=info["file_bytes"] // (rounds + 1) * number,
+            )
+            probes.append(probe.bytes_per_s)
+            if number == rounds:
+                break
+            _, run = drive(session, tokens(n_token, session.n_vocab, seed=100 + number))
+            totals.append(run.summary.decode)
+        for number, total in enumerate(totals):
+            bandwidth = (probes[number] + probes[number + 1]) / 2
+            limit_s = compute_s + total.read_bytes / total.n_token / bandwidth
+            shares.append(limit_s / (total.wall_s / total.n_token))
         direct = session.direct
-    bandwidth = statistics.median(probes)
-    per_token = totals.wall_s / totals.n_token
-    limit_s = compute_s + totals.read_bytes / totals.n_token / bandwidth
+
+    def median(value: Callable[[Any], float]) -> float:
+        return statistics.median(value(total) for total in totals)
+
+    per_token = median(lambda total: total.wall_s / total.n_token)
     return {
         "tokens_per_s": 1 / per_token,
-        "hit_rate": totals.hit_rate,
-        "read_bytes_per_token": totals.read_bytes / totals.n_token,
-        "bandwidth": bandwidth,
+        "hit_rate": median(lambda total: total.hit_rate),
+        "read_bytes_per_token": median(lambda total: total.read_bytes / total.n_token),
+        "bandwidth": statistics.median(probes),
         "compute_s": compute_s,
-        "limit_tokens_per_s": 1 / limit_s,
-        "of_limit": limit_s / per_token,
-        "io_frac": totals.io_s / totals.wall_s,
-        "manage_frac": totals.manage_s / totals.wall_s,
-        "callback_frac": totals.callback_s / totals.wall_s,
+        "limit_tokens_per_s": 1 / (per_token * statistics.median(shares)),
+        "of_limit": statistics.median(shares),
+        "of_limit_low": min(shares),
+        "of_limit_high": max(shares),
+        "io_frac": median(lambda total: total.io_s / total.wall_s),
+        "manage_frac": median(lambda total: total.manage_s / total.wall_s),
+        "callback_frac": median(lambda total: total.callback_s / total.wall_s),
         "direct": float(direct),
     }

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bmoe_lab.routing import Engine
-from bmoe_lab.schema import Phase
 
 if TYPE_CHECKING:
     from bmoe_lab.recording import Recorder
@@ -143,14 +142,20 @@ class RunAccount:
         return self.totals.setdefault(int(phase), PhaseTotals())
 
     def count_load(
-        self, phase: int, expert_bytes: int, applied: np.ndarray, load: StreamLoad
+        self,
+        phase: int,
+        expert_bytes: int,
+        applied: np.ndarray,
+        load: StreamLoad,
+        *,
+        repeats: bool,
     ) -> None:
-        """Add one load to the totals."""
+        """Add one load to the totals; `repeats` says whether a row may name an expert twice."""
         totals = self.phase(phase)
         missing = load.n_missing
-        if len(applied) == 1 and phase != Phase.prefill:
-            # Repeats in one row (stand-ins of dropped slots) are one lookup.
-            distinct = len(set(applied[0].tolist()))
+        if len(applied) == 1:
+            # Experts of one routing are distinct, but for the stand-ins of dropped slots.
+            distinct = len(set(applied[0].tolist())) if repeats else applied.shape[1]
         else:
             distinct = len(np.unique(applied))
         totals.lookups += distinct

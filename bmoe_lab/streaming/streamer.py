@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.errors import StreamingError
+from bmoe_lab.kernels import compiled
 from bmoe_lab.seam.pages import free_pages
 from bmoe_lab.streaming.arena import Arena
 from bmoe_lab.streaming.layout import ModelLayout
@@ -86,6 +87,18 @@ class StreamLoad(NamedTuple):
     residency: npt.NDArray[np.uint8]
     read_bytes: npt.NDArray[np.uint32]
     n_missing: int
+
+
+@compiled
+def _keys_of(
+    ids: npt.NDArray[np.int32], offset: int, n_expert: int, out: npt.NDArray[np.int64]
+) -> int:
+    """Turn ids of a layer into keys; return the row of the first that is out of range, or -1."""
+    for row in range(ids.size):
+        if ids[row] < 0 or ids[row] >= n_expert:
+            return row
+        out[row] = offset + ids[row]
+    return -1
 
 
 class _Stack:
@@ -161,6 +174,7 @@ class Streamer:
         self.addresses: dict[str, int] = {}
         self._stacks: list[list[_Stack]] = []
         self._costs = Costs()
+        self._reserve(64)
         self.closed = False
         self.reader = Reader([shard.path for shard in layout.shards], lanes, direct)
         total = sum(layout.tensors[name].n_bytes for group in groups for name in group.tensors)
@@ -238,13 +252,16 @@ class Streamer:
         """
         began = time.perf_counter()
         flat = ids.ravel()
-        # Seen as unsigned, a negative id is a large one.
-        if flat.size and int(flat.view(np.uint32).max()) >= self._n_expert[layer]:
+        if flat.size > self._keys.size:
+            self._reserve(flat.size)
+        keys = self._keys[: flat.size]
+        bad = _keys_of(flat, layer * self.n_expert, self._n_expert[layer], keys)
+        if bad >= 0:
             raise StreamingError(
-                f"expert ids must be from 0 to {self._n_expert[layer] - 1}; got {flat.min()} to "
-                f"{flat.max()} in layer {layer}. The router's output is damaged: report this."
+                f"expert ids must be from 0 to {self._n_expert[layer] - 1}; got {int(flat[bad])} "
+                f"in layer {layer}. The router's output is damaged: report this."
             )
-        found = self.state.load(flat.astype(np.int64) + layer * self.n_expert)
+        found = self.state.load(keys)
         missing, victims = found.missing, found.victims
         costs = self._costs
         costs.evictions += victims.size
@@ -270,9 +287,19 @@ class Streamer:
                 costs.manage_s -= ended - started
                 costs.bytes_read += reader.bytes_read - bytes_before
                 costs.free_s += reader.free_s - free_before
-        read_bytes = found.first.astype(np.uint32) * np.uint32(self.expert_bytes[layer])
+        n_missing = int(missing.size)
+        if n_missing:
+            read_bytes = found.first.astype(np.uint32) * np.uint32(self.expert_bytes[layer])
+        else:
+            # The usual case where the cache is large; it must cost next to nothing.
+            read_bytes = self._no_bytes[: flat.size]
         costs.manage_s += time.perf_counter() - began
-        return StreamLoad(found.residency, read_bytes, int(missing.size))
+        return StreamLoad(found.residency, read_bytes, n_missing)
+
+    def _reserve(self, n_row: int) -> None:
+        self._keys: npt.NDArray[np.int64] = np.empty(n_row, np.int64)
+        self._no_bytes: npt.NDArray[np.uint32] = np.zeros(n_row, np.uint32)
+        self._no_bytes.flags.writeable = False
 
     def _admit(self, layer: int, experts: list[int]) -> list[Job]:
         """Count `experts` in; return the reads that fill them, one expert after the other."""
