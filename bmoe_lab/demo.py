@@ -15,7 +15,7 @@ __all__ = ["demo_texts", "run_demo"]
 
 #: Far smaller than the 7.2 MiB of experts, and twice what one token asks for.
 CACHE = "2 MiB"
-_CHARACTERS = 600
+_CHARACTERS = 450
 
 
 def demo_texts() -> list[str]:

@@ -24,6 +24,7 @@ __all__ = [
     "control_lines",
 ]
 
+BOUND = "+.3f"
 UNKNOWN = "–"
 _HEADINGS = (
     "run",
@@ -116,6 +117,7 @@ class ComparisonTable:
 
     def build(self, *, narrow: bool) -> Table:
         """Return the rich table in one of its two forms."""
+        from rich import box
         from rich.table import Table
         from rich.text import Text
 
@@ -125,6 +127,10 @@ class ComparisonTable:
             caption=Text(self.caption),
             caption_justify="left",
             show_lines=narrow,
+            # Eighty columns hold the longest name only without vertical rules.
+            box=box.HORIZONTALS if narrow else box.HEAVY_HEAD,
+            pad_edge=not narrow,
+            collapse_padding=narrow,
         )
         groups = _STACKED if narrow else [(index,) for index in range(len(_HEADINGS))]
         for number, group in enumerate(groups):
@@ -299,4 +305,5 @@ def _with_bounds(values: dict[str, Any], name: str, form: str) -> str:
     low, high = values[f"{name}_low"], values[f"{name}_high"]
     if math.isnan(low) or math.isnan(high):
         return f"{mean}\n[{UNKNOWN}]"
-    return f"{mean}\n[{_number(low, form)}, {_number(high, form)}]"
+    # One digit less than the mean: more than the draws can settle, and it keeps the table narrow.
+    return f"{mean}\n[{_number(low, BOUND)}, {_number(high, BOUND)}]"

@@ -521,7 +521,7 @@ def _control(policy: Any, counters: Any) -> Any:
     if counters is None or not counters.changed:
         return None
     # Six digits: the name stays readable, and the rate off by less than one slot in a million.
-    rate = float(f"{counters.control_rate:.6g}")
+    rate = float(f"{counters.control_rate:.4g}")
     if counters.dropped and not counters.substituted:
         return RandomDrop(rate, renormalise=bool(policy.renormalise))
     if counters.substituted and not counters.dropped:

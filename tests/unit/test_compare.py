@@ -299,7 +299,7 @@ def test_compare_control_runs_at_the_measured_rate(what, control):
     action = tree[tree["arm_name"].values[2]]["action"].values
     decode = action[tree["lossless"]["phase"].values == Phase.decode]
     changed = np.isin(decode, (1, 2)).sum()
-    assert used.rate == pytest.approx(changed / (decode.size - decode.shape[0] * 2), rel=1e-5)
+    assert used.rate == pytest.approx(changed / (decode.size - decode.shape[0] * 2), rel=1e-3)
 
 
 def test_compare_control_difference_is_paired():

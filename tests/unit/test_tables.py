@@ -34,7 +34,7 @@ def test_comparison_table_shows_every_number_at_any_width(width):
     text = printed(tree, width)
     assert f"{float(tree['perplexity'][2]):.3f}" in text
     assert (
-        f"{float(tree['delta_nll_low'][2]):+.4f}, {float(tree['delta_nll_high'][2]):+.4f}" in text
+        f"{float(tree['delta_nll_low'][2]):+.3f}, {float(tree['delta_nll_high'][2]):+.3f}" in text
     )
     assert max(map(len, text.splitlines())) <= width
 
