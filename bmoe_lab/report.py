@@ -27,7 +27,7 @@ from bmoe_lab.schema import Action, Phase, is_trace
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from bmoe_lab.metrics import PhaseName
+    from bmoe_lab.metrics._shared import PhaseName
 
 __all__ = ["report_html", "write_report"]
 

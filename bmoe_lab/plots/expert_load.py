@@ -10,6 +10,7 @@ import xarray as xr
 
 from bmoe_lab import metrics
 from bmoe_lab.errors import SchemaError, unknown_name
+from bmoe_lab.metrics._shared import PhaseName
 from bmoe_lab.plots import theme
 from bmoe_lab.plots.reduce import block_means, step_for
 
@@ -20,7 +21,7 @@ def plot_expert_load(
     trace: xr.Dataset,
     *,
     which: Literal["chosen", "applied"] = "chosen",
-    phase: metrics.PhaseName = "decode",
+    phase: PhaseName = "decode",
     order: Literal["load", "id"] = "load",
 ) -> go.Figure:
     """Return how each layer spreads its routings over its experts.

@@ -8,15 +8,14 @@ import xarray as xr
 
 from bmoe_lab import metrics
 from bmoe_lab.errors import SchemaError
+from bmoe_lab.metrics._shared import PhaseName
 from bmoe_lab.plots import theme
 from bmoe_lab.plots.series import Series, series_of
 
 __all__ = ["plot_hit_rate"]
 
 
-def plot_hit_rate(
-    data: xr.Dataset | xr.DataTree, *, phase: metrics.PhaseName = "decode"
-) -> go.Figure:
+def plot_hit_rate(data: xr.Dataset | xr.DataTree, *, phase: PhaseName = "decode") -> go.Figure:
     """Return the hit rate per layer, one series per run.
 
     A policy that drops misses raises the hit rate without any expert being resident more often:
