@@ -88,10 +88,19 @@ tree = bl.compare(
     controls=True,
     progress=False,
 )
-bl.tables.comparison_frame(tree)
+columns = [
+    "perplexity",
+    "delta_nll",
+    "delta_nll_low",
+    "delta_nll_high",
+    "kl_mean",
+    "hit_rate",
+    "read_bytes_per_token",
+]
+tree.moe.table()[columns].round(4)
 
 # %%
-bl.plots.plot_quality_vs_bytes(tree)
+tree.moe.plot.quality_vs_bytes()
 
 # %% [markdown]
 # ## Your own policy
