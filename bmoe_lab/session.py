@@ -342,7 +342,7 @@ class Session:
         start : {"cold", "warm"}, default "cold"
             Whether the cache is emptied first.
         seed : int, default 0
-            Of sampling and of random policies.
+            Of sampling and of random policies; below 2**32 - 1.
         temperature : float, default 0
             0 is greedy; above, llama.cpp's top-k, top-p, min-p, temperature chain draws.
         top_k, top_p, min_p : int, float, float
@@ -560,7 +560,8 @@ class Session:
 
         one_of("record", record, _LEVELS)
         one_of("start", start, ("cold", "warm"))
-        seed = integer("seed", seed, 0, (1 << 63) - 1)
+        # llama.cpp's seeds have 32 bits, and its largest one means "draw one at random".
+        seed = integer("seed", seed, 0, (1 << 32) - 2)
         if save is not None and record == "off":
             raise SettingsError(
                 "record must be another level where a trace is saved; got 'off'. Record 'ids', or "

@@ -265,7 +265,7 @@ class Sampler:
                 api.llama_sampler_init_top_p(top_p, 1),
                 api.llama_sampler_init_min_p(min_p, 1),
                 api.llama_sampler_init_temp(temperature),
-                api.llama_sampler_init_dist(seed & 0xFFFFFFFF),
+                api.llama_sampler_init_dist(seed),
             ]
         else:
             stages = [api.llama_sampler_init_greedy()]

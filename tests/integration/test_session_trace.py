@@ -304,6 +304,13 @@ def test_sampling_with_a_seed_repeats_itself(session):
     assert draw(1) != draw(2)
 
 
+@pytest.mark.parametrize("seed", [2**32 - 1, 2**32])
+def test_seed_that_llama_cpp_would_not_take_as_given_is_refused(session, seed):
+    """Seeds once lost their high bits; 2**32 - 1 made llama.cpp draw another one each time."""
+    with pytest.raises(bl.errors.SettingsError, match=f"seed must be in .* got {seed}"):
+        session.generate("In the", n_predict=1, temperature=1.0, seed=seed)
+
+
 def test_costs_add_up_and_stand_on_the_first_token_of_an_evaluation(long_run):
     trace = long_run.trace
     first = np.unique(trace.batch.values, return_index=True)[1]
