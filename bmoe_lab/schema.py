@@ -378,6 +378,8 @@ ATTRIBUTES: dict[str, AttributeSpec] = {
         AttributeSpec("cache_budget_bytes", "int", "bytes allowed to resident experts"),
         AttributeSpec("policy", "str", "repr of the routing policy"),
         AttributeSpec("policy_settings", "json", "routing policy: name and parameters"),
+        AttributeSpec("policy_fired", "flag", "1 if a lossy policy changed anything"),
+        AttributeSpec("policy_counters", "json", "what a lossy policy looked at and changed"),
         AttributeSpec("residency_policy", "str", "repr of the residency policy"),
         AttributeSpec("session_settings", "json", "settings of the session as resolved"),
         AttributeSpec("run_settings", "json", "settings of the run as resolved"),
@@ -391,6 +393,7 @@ ATTRIBUTES: dict[str, AttributeSpec] = {
         AttributeSpec("bmoe_lab_version", "str", "version of this package"),
         AttributeSpec("llama_cpp_python_version", "str", "version of llama-cpp-python"),
         AttributeSpec("llama_cpp_commit", "str", "commit of llama.cpp"),
+        AttributeSpec("ended_by", "str", "why the run ended"),
         AttributeSpec(
             "journal_note", "str", "what a reader of an unfinished recording had to drop"
         ),
@@ -486,7 +489,8 @@ def _clean_attr(name: str, value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple, dict)):
         try:
-            return json.dumps(value)
+            # JSON has no NaN: what is unknown is left out.
+            return json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise SchemaError(
                 f"attribute {name!r} must be a structure that JSON can hold; got {value!r}. "

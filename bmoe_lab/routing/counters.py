@@ -75,16 +75,20 @@ class Counters:
         return self.changed > 0 or self.reweighted > 0
 
     def to_dict(self) -> dict[str, int | float]:
-        """Return the counts and the rates by name.
+        """Return the counts and the rates by name; what is unknown is left out, never 0 or NaN.
 
         Examples
         --------
-        >>> Counters(routings=1, examined=4, eligible=3, changed=3).to_dict()["rate"]
-        1.0
+        >>> counts = Counters(routings=1, examined=4, eligible=3, changed=3).to_dict()
+        >>> counts["rate"], "weight_total" in counts
+        (1.0, False)
         """
-        return {
-            **dataclasses.asdict(self),
+        counts: dict[str, int | float] = dataclasses.asdict(self)
+        if not self.weight_total:
+            del counts["weight_total"], counts["weight_discarded"]
+        rates = {
             "rate": self.rate,
             "control_rate": self.control_rate,
             "weight_discarded_frac": self.weight_discarded_frac,
         }
+        return counts | {name: rate for name, rate in rates.items() if not math.isnan(rate)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -424,6 +425,14 @@ def test_rates_of_a_policy_that_never_looked_are_unknown():
     assert math.isnan(counters.control_rate)
     assert math.isnan(counters.weight_discarded_frac)
     assert not counters.fired
+
+
+def test_counters_to_dict_leaves_out_what_is_unknown():
+    """A policy that only selects once stored a weight of 0.0, and NaN, which is no JSON."""
+    actual = Counters(routings=1, examined=4, eligible=3, changed=1, substituted=1).to_dict()
+    assert actual.keys() & {"weight_total", "weight_discarded", "weight_discarded_frac"} == set()
+    json.dumps(actual, allow_nan=False)
+    assert {"rate", "control_rate"} & Counters().to_dict().keys() == set()
 
 
 def test_control_rate_is_one_at_most():

@@ -225,6 +225,11 @@ def test_clean_attrs_value_without_a_form_is_refused():
         clean_attrs({"policy": object()})
 
 
+def test_clean_attrs_nan_in_a_structure_is_refused():
+    with pytest.raises(SchemaError, match="attribute 'counts' must be a structure that JSON can"):
+        clean_attrs({"counts": {"rate": float("nan")}})
+
+
 def test_flags_have_cf_attributes_of_their_dtype(trace):
     for name, flags in (("action", Action), ("residency", Residency), ("phase", Phase)):
         attrs = trace[name].attrs
