@@ -41,6 +41,8 @@ class Summary:
         Why the policy may not do what its user means.
     ended_by : str
         ``n_predict``, ``end of text``, ``stop word``, ``stopped`` or ``failed``.
+    n_expert_used, n_expert_used_model : int
+        Experts per token that ran, and that the model file asks for.
     cache_budget_bytes, token_cycle_bytes : int
     direct : bool
         Whether reads really bypassed the page cache.
@@ -58,10 +60,17 @@ class Summary:
     effective: str
     cautions: tuple[str, ...]
     ended_by: str
+    n_expert_used: int
+    n_expert_used_model: int | None
     cache_budget_bytes: int
     token_cycle_bytes: int
     direct: bool
     instrumented: bool
+
+    @property
+    def width_changed(self) -> bool:
+        """Whether the session overrides the router's width: llama.cpp's own lossy setting."""
+        return self.n_expert_used_model not in (None, self.n_expert_used)
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,6 +113,14 @@ class Summary:
                     f"{100 * decode.rest_s / decode.wall_s:.1f} % rest (mostly computing)",
                 ),
             ]
+        if self.width_changed:
+            rows.append(
+                (
+                    "width",
+                    f"{self.n_expert_used} experts per token; the model file asks for "
+                    f"{self.n_expert_used_model}, so this is another model's output",
+                )
+            )
         rows.append(
             (
                 "cache",
@@ -176,6 +193,8 @@ class Run:
 
     def __repr__(self) -> str:
         mark = "lossless" if self.summary.lossless else f"lossy: {self.summary.policy}"
+        if self.summary.width_changed:
+            mark += f" at n_expert_used={self.summary.n_expert_used}"
         cut = "" if self.complete else ", cut short"
         return f"<Run {self.summary.kind}, {len(self.tokens)} tokens, {mark}{cut}>"
 

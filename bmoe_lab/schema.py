@@ -353,6 +353,11 @@ ATTRIBUTES: dict[str, AttributeSpec] = {
         AttributeSpec("schema_version", "int", "version of this form", required=True),
         AttributeSpec("n_expert", "int", "experts per layer", required=True),
         AttributeSpec(
+            "n_expert_used_model",
+            "int",
+            "experts per token that the model file asks for; `n_expert_used` is what ran",
+        ),
+        AttributeSpec(
             "lossless",
             "flag",
             "1 if what ran is exactly what the router chose, with its weights",

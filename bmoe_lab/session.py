@@ -11,7 +11,7 @@ import numpy as np
 
 from bmoe_lab.errors import PolicyError, SessionError, SettingsError
 from bmoe_lab.run import Run
-from bmoe_lab.runtime.settings import Settings, integer, one_of
+from bmoe_lab.runtime.settings import Settings, boolean, integer, one_of
 from bmoe_lab.sizes import format_size
 
 if TYPE_CHECKING:
@@ -209,6 +209,8 @@ class Session:
 
     def tokenize(self, text: str, *, add_special: bool = True) -> np.ndarray:
         """Return the token ids of `text`, int32 of shape (token,)."""
+        if not isinstance(text, str):
+            raise SettingsError(f"text must be a str; got {type(text).__name__}.")
         model = self._model.model
         return np.asarray(self._worker.call(lambda: model.tokenize(text, add_special=add_special)))
 
@@ -269,9 +271,14 @@ class Session:
         live = self._live
         return (
             f"<Session of {live.layout.name} ({live.layout.arch}), {len(live.graph.layers)} "
-            f"expert layers, cache {format_size(live.cache_budget)} of "
+            f"expert layers{self._width()}, cache {format_size(live.cache_budget)} of "
             f"{format_size(live.expert_bytes_total)}>"
         )
+
+    def _width(self) -> str:
+        """Say so if the router's width is not the model's own."""
+        used, own = int(self._model.n_used.max()), self._model.layout.n_expert_used
+        return "" if own in (None, used) else f", n_expert_used {used} of the model's {own}"
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -284,7 +291,7 @@ class Session:
             (
                 "experts",
                 f"{len(live.graph.layers)} layers, top {int(live.n_used.max())} of "
-                f"{max(x.n_expert for x in live.graph.layers)}",
+                f"{max(x.n_expert for x in live.graph.layers)}{self._width()}",
             ),
             ("expert bytes", format_size(live.expert_bytes_total)),
             ("cache", f"{live.residency_policy!r}: {format_size(live.cache_budget)}"),
@@ -370,10 +377,13 @@ class Session:
 
         n_predict = integer("n_predict", n_predict, 1, 1 << 24)
         sampling = _sampling(temperature, top_k, top_p, min_p)
+        _callable("on_text", on_text)
+        if not isinstance(stop, Iterable):
+            raise SettingsError(f"stop must be a text or several; got {stop!r}.")
         words = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not isinstance(word, str) or not word for word in words):
             raise SettingsError(f"stop must be non-empty texts; got {stop!r}.")
-        tokens = self._prompt(prompt)
+        tokens = self._prompt(prompt, "prompt")
         if len(tokens) + n_predict > self.n_ctx:
             raise SessionError(
                 f"prompt and n_predict must fit n_ctx={self.n_ctx}; got {len(tokens)} + "
@@ -459,6 +469,8 @@ class Session:
         """
         from bmoe_lab.runtime import loops
 
+        _callable("observe", observe)
+        _callable("progress", progress)
         n_context = integer("n_context", n_context, 1, self.n_ctx)
         windows = self.windows(text, n_context=n_context)
 
@@ -505,7 +517,7 @@ class Session:
         windows: list[np.ndarray] = []
         lengths = []
         for item in texts:
-            tokens = self._prompt(item)
+            tokens = self._prompt(item, "text")
             lengths.append(len(tokens))
             head = tokens[:0]
             if isinstance(item, str):
@@ -524,14 +536,14 @@ class Session:
             )
         return windows
 
-    def _prompt(self, prompt: Any) -> np.ndarray:
+    def _prompt(self, prompt: Any, name: str) -> np.ndarray:
         if isinstance(prompt, str):
             tokens = self.tokenize(prompt) if prompt else np.zeros(0, np.int32)
         else:
             tokens = np.asarray(prompt)
             if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
                 raise SettingsError(
-                    f"prompt must be text or a row of token ids; got {type(prompt).__name__}."
+                    f"{name} must be text or a row of token ids; got {type(prompt).__name__}."
                 )
             bad = (tokens < 0) | (tokens >= self.n_vocab)
             if bad.any():
@@ -539,7 +551,7 @@ class Session:
                     f"token ids must be in [0, {self.n_vocab}); got {int(tokens[bad][0])}."
                 )
         if len(tokens) == 0:
-            raise SessionError("prompt must not be empty; got nothing. Give at least one word.")
+            raise SessionError(f"{name} must not be empty; got nothing. Give at least one word.")
         return tokens.astype(np.int32)
 
     # -- one run -------------------------------------------------------------------------------
@@ -560,6 +572,9 @@ class Session:
 
         one_of("record", record, _LEVELS)
         one_of("start", start, ("cold", "warm"))
+        boolean("record_text", record_text)
+        if save is not None and not isinstance(save, str | os.PathLike):
+            raise SettingsError(f"save must be a path; got {save!r}.")
         # llama.cpp's seeds have 32 bits, and its largest one means "draw one at random".
         seed = integer("seed", seed, 0, (1 << 32) - 2)
         if save is not None and record == "off":
@@ -612,6 +627,11 @@ class Session:
                 "be streamed losslessly only."
             )
         return clone
+
+
+def _callable(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise SettingsError(f"{name} must be a function or None; got {value!r}.")
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> dict[str, Any]:

@@ -178,6 +178,13 @@ def compare(
     >>> list(tree.children)
     ['lossless', 'lossless again', 'DropCold(frac=0.75)']
     """
+    if not isinstance(policies, list | tuple):
+        raise SettingsError(
+            f"policies must be a list of routing policies; got {policies!r}. Put it in a list."
+        )
+    # Before anything takes time: a policy that cannot run is the caller's slip.
+    for policy in policies:
+        session.check(policy)
     path = None if save is None else _writable(save)
     comparison = Comparison(session, text, n_context=n_context, record=record, seed=seed)
     n_arm = 1 + int(noise_floor) + len(policies) * (2 if controls else 1)
@@ -215,9 +222,6 @@ def _run_all(
 
             save_trace(comparison.tree(complete=complete), path)
 
-    # Before anything takes time: a policy that cannot run is the caller's slip.
-    for policy in policies:
-        comparison.session.check(policy)
     comparison.run(name=LOSSLESS, kind="lossless")
     if noise_floor:
         keep()

@@ -9,6 +9,7 @@ lightness and holds no grey, so that grey can mean "nothing was routed here".
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,6 +82,10 @@ def run_note(attrs: Mapping[Any, Any]) -> str:
         else:
             policy = attrs.get("policy")
             notes.append(f"lossy: {policy}" if policy else "lossy")
+    settings = json.loads(attrs.get("session_settings", "{}"))
+    width = settings.get("n_expert_used")
+    if width is not None and width != attrs.get("n_expert_used_model", width):
+        notes.append(f"n_expert_used={width} of the model's {attrs['n_expert_used_model']}")
     if int(attrs.get("counterfactual", 0)):
         notes.append("counterfactual (open loop)")
     if not int(attrs.get("complete", 1)):

@@ -11,7 +11,7 @@ from typing import Any
 from bmoe_lab.errors import SettingsError, unknown_name
 from bmoe_lab.sizes import parse_size
 
-__all__ = ["Settings", "integer", "one_of", "physical_cores"]
+__all__ = ["Settings", "boolean", "integer", "one_of", "physical_cores"]
 
 DENSE_POLICIES = ("mmap", "anon")
 #: Positions of a context that the user leaves open, where the model was trained for as many.
@@ -79,7 +79,7 @@ class Settings:
             )
         threads = physical_cores() if n_threads is None else n_threads
         return cls(
-            path=Path(os.fspath(path)).expanduser().absolute(),
+            path=_path(path),
             cache=cache,
             cache_floor=parse_size(cache_floor, name="cache_floor"),
             cache_ceiling=None
@@ -89,7 +89,7 @@ class Settings:
             n_ubatch=integer("n_ubatch", n_ubatch, 1, 1 << 16),
             n_threads=integer("n_threads", threads, 1, 512),
             io_lanes=integer("io_lanes", io_lanes, 1, 32),
-            direct=_boolean("direct", direct),
+            direct=boolean("direct", direct),
             dense=one_of("dense", dense, DENSE_POLICIES),
             n_expert_used=None
             if n_expert_used is None
@@ -103,6 +103,12 @@ class Settings:
         if n_ctx is None:
             n_ctx = min(DEFAULT_CONTEXT, n_ctx_trained or DEFAULT_CONTEXT)
         return dataclasses.replace(self, n_ctx=n_ctx, n_ubatch=min(self.n_ubatch, n_ctx))
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise SettingsError(f"path must be a path to a GGUF file; got {path!r}.")
+    return Path(os.fspath(path)).expanduser().absolute()
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
@@ -128,7 +134,8 @@ def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
     return value
 
 
-def _boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False."""
     if not isinstance(value, bool):
         raise SettingsError(f"{name} must be True or False; got {value!r}.")
     return value

@@ -92,7 +92,13 @@ class Model:
 
         Special tokens written in the text are not parsed.
         """
-        raw = text.encode("utf-8", "surrogatepass")
+        try:
+            raw = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise SettingsError(
+                f"text must be valid Unicode; got a lone surrogate at character {error.start}. "
+                "Decode the text with errors='replace'."
+            ) from error
         size = len(raw) + 8
         tokens = (self._api.llama_token * size)()
         count = self._api.llama_tokenize(
@@ -160,6 +166,14 @@ class Context:
                 "abort_callback_data": callbacks.user_data,
             }
         params = fill_params(api.llama_context_default_params(), **fields)
+        #: What the low bits of the logits depend on beside the weights, as llama.cpp was told.
+        self.numerics = {
+            "kv_type_k": lib.ggml.ggml_type_name(params.type_k).decode(),
+            "kv_type_v": lib.ggml.ggml_type_name(params.type_v).decode(),
+            "flash_attention": {-1: "auto", 0: "off", 1: "on"}.get(
+                params.flash_attn_type, str(params.flash_attn_type)
+            ),
+        }
         lib.log.clear()
         self.handle: Any = api.llama_init_from_model(model.handle, params)
         if not self.handle:

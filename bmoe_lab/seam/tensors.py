@@ -75,7 +75,7 @@ def describe(address: int) -> Tensor:
         op=base.ggml_op_name(op).decode(),
         type=int(words[0]) & 0xFFFFFFFF,
         ne=ne,  # type: ignore[arg-type]  # always four entries
-        nb=nb,  # type: ignore[arg-type]
+        nb=nb,  # type: ignore[arg-type]  # the same
         src=tuple(int(x) for x in words[WORD_SRC : WORD_SRC + lib.MAX_SRC]),
         view_src=int(words[lib.OFF_VIEW_SRC // 8]),
         view_offset=int(words[lib.OFF_VIEW_OFFS // 8]),

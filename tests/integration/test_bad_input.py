@@ -16,8 +16,6 @@ ERRORS = {
 #: Cases whose class is another than that of their kind.
 OTHERS = {
     "setting: unknown keyword": "TypeError",
-    "setting: path none": "TypeError",
-    "setting: path number": "TypeError",
     "setting: path with NUL": "ModelFileError",
     "setting: overlap bogus": "UnknownNameError",
     "setting: dense warm": "UnknownNameError",

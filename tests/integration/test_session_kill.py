@@ -13,7 +13,7 @@ from bmoe_lab.recording import find_leftovers, recover
 from bmoe_lab.schema import validate
 from tests.integration.session_tools import REPOSITORY, TEXT, open_demo
 
-N_KILLS = 12
+N_KILLS = 50
 N_PREDICT = 90
 
 # One helper imports everything once; each child that it forks opens the model afresh.
