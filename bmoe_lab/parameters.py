@@ -32,7 +32,9 @@ def _signature(cls: type) -> tuple[inspect.Parameter, ...]:
 
 def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return np.array_equal(np.asarray(left), np.asarray(right))
+        left, right = np.asarray(left), np.asarray(right)
+        floats = left.dtype.kind in "fc" and right.dtype.kind in "fc"
+        return np.array_equal(left, right, equal_nan=floats)
     return bool(left == right)
 
 
@@ -77,7 +79,15 @@ class Parametrised:
 
         Nothing that the original has learnt while running is carried over.
         """
-        return type(self)(**copy.deepcopy(self.get_params()))
+        params = copy.deepcopy(self.get_params())
+        twin = type(self)(**params)
+        for name, value in twin.get_params().items():
+            if value is not params[name] and not _equal(value, params[name]):
+                raise PolicyError(
+                    f"{type(self).__name__}.__init__ must store {name!r} as given; got "
+                    f"{value!r} for {params[name]!r}. Change it where it is used instead."
+                )
+        return twin
 
     def __repr__(self) -> str:
         shown = [

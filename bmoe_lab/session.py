@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from bmoe_lab.errors import PolicyError, SessionError, SettingsError
+from bmoe_lab.errors import PolicyError, PolicyNeverFiredWarning, SessionError, SettingsError
 from bmoe_lab.run import Run
 from bmoe_lab.runtime.settings import Settings, boolean, integer, one_of
 from bmoe_lab.sizes import format_size
@@ -383,6 +384,8 @@ class Session:
         words = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not isinstance(word, str) or not word for word in words):
             raise SettingsError(f"stop must be non-empty texts; got {stop!r}.")
+        if any("\ud800" <= letter <= "\udfff" for word in words for letter in word):
+            raise SettingsError(f"stop must be valid Unicode; got a lone surrogate in {stop!r}.")
         tokens = self._prompt(prompt, "prompt")
         if len(tokens) + n_predict > self.n_ctx:
             raise SessionError(
@@ -522,9 +525,11 @@ class Session:
             head = tokens[:0]
             if isinstance(item, str):
                 plain = self.tokenize(item, add_special=False)
-                head = tokens[: len(tokens) - len(plain)]
+                head = _before(plain, tokens)
                 tokens = plain
             step = self.n_ctx - len(head)
+            if step < 1:
+                continue
             for begin in range(0, len(tokens), step):
                 window = np.concatenate([head, tokens[begin : begin + step]])
                 if len(window) > n_context + 1:
@@ -540,7 +545,12 @@ class Session:
         if isinstance(prompt, str):
             tokens = self.tokenize(prompt) if prompt else np.zeros(0, np.int32)
         else:
-            tokens = np.asarray(prompt)
+            try:
+                tokens = np.asarray(prompt)
+            except ValueError as error:
+                raise SettingsError(
+                    f"{name} must be text or a row of token ids; got rows of unequal length."
+                ) from error
             if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
                 raise SettingsError(
                     f"{name} must be text or a row of token ids; got {type(prompt).__name__}."
@@ -602,7 +612,17 @@ class Session:
 
         # What an earlier run was told is forgotten in this caller's turn, before the run begins: a
         # stop that comes later, even before the first evaluation, is meant for this run.
-        return self._worker.call(lambda: execute(live, request, loop, keep), before=live.resume)
+        run = self._worker.call(lambda: execute(live, request, loop, keep), before=live.resume)
+        summary = run.summary
+        if run.complete and not summary.lossless and not summary.fired:
+            # Here, not on the worker: the warning names the caller's line.
+            warnings.warn(
+                f"{summary.policy} never fired: it looked at {summary.counters.examined} slots "
+                "and changed none, so this run equals the lossless one.",
+                PolicyNeverFiredWarning,
+                stacklevel=3,
+            )
+        return run
 
     def _prepared(self, policy: RoutingPolicy | None, record: str) -> RoutingPolicy | None:
         """Return the run's own clone of the policy, refused if it cannot work here."""
@@ -627,6 +647,14 @@ class Session:
                 "be streamed losslessly only."
             )
         return clone
+
+
+def _before(part: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return what the tokenizer put before `part`; it may have put an end token behind it."""
+    for start in range(len(tokens) - len(part) + 1):
+        if np.array_equal(tokens[start : start + len(part)], part):
+            return tokens[:start]
+    return tokens[:0]
 
 
 def _callable(name: str, value: object) -> None:

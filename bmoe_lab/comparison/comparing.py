@@ -23,8 +23,10 @@ from bmoe_lab import divergence, metrics
 from bmoe_lab.comparison.logit_store import LogitStore
 from bmoe_lab.comparison.tree import Arm, Kind, build_tree
 from bmoe_lab.errors import (
+    BmoeLabWarning,
     ComparisonError,
     ComparisonInterrupted,
+    PolicyNeverFiredWarning,
     SettingsError,
     unknown_name,
 )
@@ -313,14 +315,17 @@ class Comparison:
             observer.add(window, position, token, logits)
             self.on_progress(name, index, len(observer.where))
 
-        run = self.session.score(
-            self.windows,
-            policy=policy,
-            n_context=self.n_context,
-            observe=observe,
-            record=self.record,
-            seed=self.seed,
-        )
+        with warnings.catch_warnings():
+            # Said once, by the comparison, with its own words.
+            warnings.simplefilter("ignore", PolicyNeverFiredWarning)
+            run = self.session.score(
+                self.windows,
+                policy=policy,
+                n_context=self.n_context,
+                observe=observe,
+                record=self.record,
+                seed=self.seed,
+            )
         trace = self._annotate(run, observer)
         counters = None if policy is None else run.summary.counters
         arm = Arm(
@@ -430,15 +435,16 @@ class Comparison:
                     f"two lossless runs differ (KL up to {largest:.3g} nat): smaller differences "
                     "mean nothing here"
                 )
-        if arm.fired is False:
+        if arm.fired is False and not int(arm.trace.attrs["lossless"]):
             self._warn(
                 f"{arm.name} never fired: it looked at {counters.examined} slots and changed "
-                "none, so its run equals the lossless one"
+                "none, so its run equals the lossless one",
+                PolicyNeverFiredWarning,
             )
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, category: type[Warning] = BmoeLabWarning) -> None:
         self.warnings.append(message)
-        warnings.warn(message, UserWarning, stacklevel=4)
+        warnings.warn(message, category, stacklevel=4)
 
 
 _TOKEN_ATTRS = {

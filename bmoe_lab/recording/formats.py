@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import xarray as xr
 
+from bmoe_lab.errors import TraceFileError
 from bmoe_lab.recording.careful_file import CarefulFile
 
 __all__ = ["FORMATS", "Format", "NetCDF", "Window", "Zarr", "windows"]
@@ -165,7 +166,13 @@ class Zarr:
             if variable.ndim and variable.size:
                 one["chunks"] = _chunks(ds, str(name), tokens)
             one["compressors"] = (numcodecs.Zstd(level=1, checksum=True),)
-        where: dict[str, Any] = {"zarr_format": 2, "consolidated": False, "group": group}
+        where: dict[str, Any] = {
+            "zarr_format": 2,
+            "consolidated": False,
+            "group": group,
+            # A chunk that is absent reads as zeros: so none may be, and `open` counts them.
+            "write_empty_chunks": True,
+        }
         fixed = [name for name, v in ds.variables.items() if "token" not in v.dims]
         for start, part in windows(ds, window):
             if start == 0:
@@ -182,6 +189,16 @@ class Zarr:
 
     def open(self, path: Path, group: str) -> xr.Dataset:
         """Return a group, lazily."""
+        import zarr
+
+        node = zarr.open_group(path, path=group.strip("/"), mode="r")
+        for name, array in node.arrays():
+            missing = array.nchunks - array.nchunks_initialized
+            if missing:
+                raise TraceFileError(
+                    f"trace must have all its chunks; got {array.nchunks_initialized} of "
+                    f"{array.nchunks} of {name!r} in {str(path)!r}. Copy the folder again."
+                )
         return xr.open_dataset(
             path, group=group, engine="zarr", chunks=None, consolidated=True, cache=False
         )

@@ -180,6 +180,8 @@ def open_trace(
     --------
     recover : Turns a leftover journal into a file.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TraceFileError(f"path must be a path; got {path!r}.")
     path = Path(path)
     where = str(path)
     if not path.exists():

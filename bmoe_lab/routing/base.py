@@ -252,6 +252,16 @@ class RoutingPolicy(Parametrised):
             The model and its cache.
         """
         self.validate()
+        if not set(self.needs) <= {"scores", "weights", "cache"}:
+            raise PolicyError(
+                "needs must be of 'scores', 'weights', 'cache'; got "
+                f"{sorted(map(str, self.needs))} in {self!r}."
+            )
+        if not self.phases or not set(self.phases) <= {0, 1, 2}:
+            raise PolicyError(
+                "phases must be of 0 (prefill), 1 (decode), 2 (draft); got "
+                f"{sorted(map(str, self.phases))} in {self!r}."
+            )
         if "cache" in self.needs and not facts.cache_budget:
             raise PolicyError(
                 f"policy must have a cache to look at; got {self!r} where no expert is kept "

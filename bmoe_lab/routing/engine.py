@@ -432,7 +432,13 @@ def as_policy(policy: RoutingPolicy | None) -> RoutingPolicy:
             f"policy must be an instance of a RoutingPolicy; got {policy!r}. Derive your class "
             f"from bmoe_lab.routing.RoutingPolicy."
         )
-    if not (policy.lossless or policy.acts_at("select") or policy.acts_at("weigh")):
+    acts = policy.acts_at("select") or policy.acts_at("weigh")
+    if policy.lossless and acts:
+        raise PolicyError(
+            f"policy must not be lossless if it defines select or weigh; got {policy!r} with "
+            "lossless = True. Leave that attribute out."
+        )
+    if not (policy.lossless or acts):
         raise PolicyError(
             f"policy must define select or weigh; got {policy!r}, which defines neither."
         )

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ import numpy as np
 
 from bmoe_lab import schema
 from bmoe_lab._version import __version__
-from bmoe_lab.errors import BmoeLabError, PolicyNeverFiredWarning, SchemaError, TraceFileError
+from bmoe_lab.errors import BmoeLabError, SchemaError, TraceFileError
 from bmoe_lab.run import Run, Summary
 from bmoe_lab.runtime.account import PhaseTotals, RunAccount
 from bmoe_lab.runtime.loops import Outcome, TextStream
@@ -81,17 +80,12 @@ def execute(
     summary = _summary(live, request, run, outcome, verdict)
     trace, lost = _finish(recorder, request, summary, complete)
     failure = failure or lost
+    # Rows that do not add up make no trace; a file that could not be written leaves one.
+    complete = complete and (lost is None or trace is not None)
     result = _result(live, outcome, trace, summary, complete)
     keep(result)
     if failure is not None:
         raise failure
-    if complete and not summary.lossless and not summary.fired:
-        warnings.warn(
-            f"{summary.policy} never fired: it looked at {run.counters.examined} slots and "
-            "changed none, so this run equals the lossless one.",
-            PolicyNeverFiredWarning,
-            stacklevel=2,
-        )
     return result
 
 

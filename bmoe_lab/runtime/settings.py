@@ -71,7 +71,7 @@ class Settings:
         elif cache != "auto":
             cache = parse_size(cache, name="cache")
         if overlap not in OVERLAPS:
-            raise unknown_name("overlap", overlap, OVERLAPS)
+            raise unknown_name("overlap", overlap, ("off",))
         if overlap != "off":
             raise SettingsError(
                 f"overlap must be 'off' in this version; got {overlap!r}. Reading while a layer "
