@@ -17,6 +17,9 @@ __all__ = ["Worker"]
 
 T = TypeVar("T")
 
+#: Longest time that an interrupt goes unnoticed.
+STEP_S = 0.1
+
 
 class _Job:
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -105,7 +108,10 @@ class Worker:
                 if not queued:
                     self._jobs.put(job)
                     queued = True
-                job.done.wait()
+                # In steps: a signal that the kernel gives to another thread does not end a wait,
+                # and Python runs its handler only when this thread runs again.
+                while not job.done.wait(STEP_S):
+                    pass
             except KeyboardInterrupt as error:
                 interrupted = error
                 continue

@@ -334,3 +334,18 @@ def test_interrupts_at_random_moments_leave_a_working_session():
     assert all(a["same"] and a["usable"] for a in attempts)
     assert len({a["n"] for a in attempts}) > 3
     assert sys.platform.startswith("linux")
+
+
+def test_interrupt_that_the_kernel_gives_to_another_thread_is_noticed(session):
+    """Such a signal does not end a wait, so the run used to go on to its end now and then."""
+    sent = []
+
+    def on_text(new):
+        if not sent:
+            sent.append(new)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            time.sleep(0.5)  # the caller wakes up in the meantime
+
+    with pytest.raises(KeyboardInterrupt):
+        session.generate(TEXT, n_predict=100, on_text=on_text)
+    assert session.last_run.summary.ended_by == "stopped"
