@@ -21,6 +21,7 @@ The rules are those of BigMoeOnEdge's engine and of its offline replay (0.20.0).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
@@ -34,8 +35,13 @@ __all__ = [
     "EVICTIONS",
     "GENERATION",
     "HIT",
+    "LOAD_EVICTIONS",
+    "LOAD_RESIDENT_BYTES",
     "MISS",
+    "NO_FUTURE",
     "N_HEADER",
+    "N_LAYER",
+    "N_LOAD_COLUMNS",
     "N_MISSING",
     "N_RESIDENT",
     "N_VICTIMS",
@@ -43,6 +49,7 @@ __all__ = [
     "RESIDENT_BYTES",
     "KernelState",
     "Load",
+    "LoadLog",
     "ResidencyPolicy",
     "ResidencyState",
     "token_cycle",
@@ -51,6 +58,9 @@ __all__ = [
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+#: What a policy that does not need the future is given for it.
+NO_FUTURE: Final = np.empty(0, dtype=np.int64)
 
 #: Values of `Load.residency`, equal to the flags of the trace.
 MISS: Final = 0
@@ -63,8 +73,16 @@ EVICTIONS: Final = 2  # victims since the state was new or cleared
 GENERATION: Final = 3  # number of loads; stamps the keys of the present load
 N_MISSING: Final = 4  # entries of out_keys[0] that the last load wrote
 N_VICTIMS: Final = 5  # entries of out_keys[1] that the last load wrote
+N_LAYER: Final = (
+    6  # runs of equal length that the keys are divided into; set before the kernel runs
+)
 OWN: Final = 8
-N_HEADER: Final = 16
+N_HEADER: Final = 24
+
+# Columns of what a kernel says of each load.
+LOAD_EVICTIONS: Final = 0  # victims of the load
+LOAD_RESIDENT_BYTES: Final = 1  # bytes resident after it
+N_LOAD_COLUMNS: Final = 2
 
 
 def token_cycle(expert_bytes: npt.ArrayLike, n_used: npt.ArrayLike) -> int:
@@ -139,6 +157,28 @@ class Load:
         )
 
 
+@dataclass(frozen=True)
+class LoadLog:
+    """What many loads in a row found and did.
+
+    Attributes
+    ----------
+    residency : numpy.ndarray of uint8, shape (row,)
+        0 miss, 1 hit, judged before the row's load.
+    first : numpy.ndarray of bool, shape (row,)
+        True on the first row of each distinct missing key of a load.
+    evictions : numpy.ndarray of int64, shape (load,)
+        Victims of each load.
+    resident_bytes : numpy.ndarray of int64, shape (load,)
+        Bytes resident after each load.
+    """
+
+    residency: npt.NDArray[np.uint8]
+    first: BoolArray
+    evictions: IntArray
+    resident_bytes: IntArray
+
+
 class ResidencyState(Protocol):
     """A cache in use: the interface of what :meth:`ResidencyPolicy.start` returns."""
 
@@ -173,6 +213,17 @@ class ResidencyState(Protocol):
         ...
 
 
+_Buffers = tuple[npt.NDArray[np.uint8], BoolArray, IntArray]
+
+
+def _log_buffers(n_row: int, n_load: int) -> _Buffers:
+    return (
+        np.empty(n_row, dtype=np.uint8),
+        np.empty(n_row, dtype=np.bool_),
+        np.empty((n_load, N_LOAD_COLUMNS), dtype=np.int64),
+    )
+
+
 class KernelState:
     """A cache whose rules are a compiled kernel over flat arrays.
 
@@ -182,7 +233,7 @@ class KernelState:
     Parameters
     ----------
     policy : ResidencyPolicy
-        Brings `kernel`, `forget_kernel` and `n_table`.
+        Brings `kernel`, `forget_kernel`, `n_table` and `n_extra`.
     key_bytes : array_like of int64, shape (key,)
         Bytes that each key occupies.
     budget_bytes : int
@@ -192,21 +243,19 @@ class KernelState:
     """
 
     __slots__ = (
-        "_capacity",
-        "_first",
+        "_buffers",
         "_forget",
-        "_header",
         "_kernel",
-        "_missing",
-        "_out_keys",
-        "_residency",
-        "_resident",
-        "_table",
-        "_victims",
+        "_offsets",
         "budget_bytes",
+        "extra",
+        "header",
         "key_bytes",
         "n_layer",
+        "out_keys",
         "policy",
+        "resident",
+        "table",
     )
 
     def __init__(
@@ -224,38 +273,39 @@ class KernelState:
             )
         if budget_bytes < 0:
             raise SettingsError(f"budget_bytes must be at least 0; got {budget_bytes!r}.")
+        n_key = self.key_bytes.size
+        if n_layer < 1 or n_key % n_layer:
+            raise SettingsError(
+                f"n_layer must divide the {n_key} keys into runs of equal length; got {n_layer!r}."
+            )
         self.budget_bytes = int(budget_bytes)
         self.n_layer = n_layer
-        n_key = self.key_bytes.size
         self._kernel, self._forget = policy.kernel, policy.forget_kernel
-        self._resident: BoolArray = np.zeros(n_key, dtype=np.bool_)
-        self._header: IntArray = np.zeros(N_HEADER, dtype=np.int64)
-        self._table: IntArray = np.zeros((policy.n_table, n_key), dtype=np.int64)
+        self.resident: BoolArray = np.zeros(n_key, dtype=np.bool_)
+        self.header: IntArray = np.zeros(N_HEADER, dtype=np.int64)
+        # Key by key, so that what a request touches lies in one cache line.
+        self.table: IntArray = np.zeros((n_key, policy.n_table), dtype=np.int64)
+        self.extra: IntArray = np.zeros(policy.n_extra(n_key, n_layer), dtype=np.int64)
         # A load misses at most every key and evicts at most every key.
-        self._out_keys: IntArray = np.empty((2, n_key), dtype=np.int64)
-        self._missing, self._victims = self._out_keys
-        self._reserve(64)
+        self.out_keys: IntArray = np.empty((2, n_key), dtype=np.int64)
+        self._offsets: IntArray = np.zeros(2, dtype=np.int64)
+        self._buffers = _log_buffers(64, 1)
         self.clear()
-
-    def _reserve(self, n_row: int) -> None:
-        self._capacity = n_row
-        self._residency: npt.NDArray[np.uint8] = np.empty(n_row, dtype=np.uint8)
-        self._first: BoolArray = np.empty(n_row, dtype=np.bool_)
 
     @property
     def resident_bytes(self) -> int:
         """Bytes resident now."""
-        return int(self._header[RESIDENT_BYTES])
+        return int(self.header[RESIDENT_BYTES])
 
     @property
     def n_resident(self) -> int:
         """Keys resident now."""
-        return int(self._header[N_RESIDENT])
+        return int(self.header[N_RESIDENT])
 
     @property
     def evictions(self) -> int:
         """Victims since the state was new or cleared."""
-        return int(self._header[EVICTIONS])
+        return int(self.header[EVICTIONS])
 
     def load(self, keys: IntArray) -> Load:
         """Ask for `keys` and make them resident.
@@ -277,30 +327,72 @@ class KernelState:
         """
         keys = np.ascontiguousarray(keys, dtype=np.int64)
         n_row = keys.size
-        if n_row > self._capacity:
-            self._reserve(max(n_row, 2 * self._capacity))
-        header = self._header
+        if n_row > self._buffers[0].size:
+            self._buffers = _log_buffers(2 * n_row, 1)
+        self._offsets[1] = n_row
+        residency, first, _ = self._buffers
+        self._run(keys, self._offsets, NO_FUTURE, self._buffers)
+        missing, victims = self.out_keys
+        return Load(
+            residency[:n_row],
+            first[:n_row],
+            missing[: self.header[N_MISSING]],
+            victims[: self.header[N_VICTIMS]],
+        )
+
+    def load_many(self, keys: IntArray, offsets: IntArray, future: IntArray = NO_FUTURE) -> LoadLog:
+        """Serve many loads in a row, in one call of the kernel.
+
+        Parameters
+        ----------
+        keys : numpy.ndarray of int64, shape (row,)
+            The loads' keys, one load after the other.
+        offsets : numpy.ndarray of int64, shape (load + 1,)
+            Load i is ``keys[offsets[i]:offsets[i + 1]]``.
+        future : numpy.ndarray of int64, shape (row,), optional
+            For policies that need it: the next load that names the row's key.
+
+        Returns
+        -------
+        LoadLog
+            New arrays.
+
+        Raises
+        ------
+        PolicyError
+            If a key is out of range; loads before it have been served.
+        """
+        buffers = _log_buffers(keys.size, offsets.size - 1)
+        self._run(
+            np.ascontiguousarray(keys, dtype=np.int64),
+            np.ascontiguousarray(offsets, dtype=np.int64),
+            np.ascontiguousarray(future, dtype=np.int64),
+            buffers,
+        )
+        residency, first, loads = buffers
+        return LoadLog(residency, first, loads[:, LOAD_EVICTIONS], loads[:, LOAD_RESIDENT_BYTES])
+
+    def _run(self, keys: IntArray, offsets: IntArray, future: IntArray, buffers: _Buffers) -> None:
+        residency, first, loads = buffers
         bad_row = self._kernel(
             keys,
+            offsets,
             0,
-            n_row,
+            offsets.size - 1,
+            future,
             self.key_bytes,
             self.budget_bytes,
-            header,
-            self._table,
-            self._resident,
-            self._residency,
-            self._first,
-            self._out_keys,
+            self.header,
+            self.table,
+            self.extra,
+            self.resident,
+            residency,
+            first,
+            self.out_keys,
+            loads,
         )
         if bad_row >= 0:
             raise self._out_of_range(keys, bad_row)
-        return Load(
-            self._residency[:n_row],
-            self._first[:n_row],
-            self._missing[: header[N_MISSING]],
-            self._victims[: header[N_VICTIMS]],
-        )
 
     def forget(self, keys: npt.ArrayLike) -> None:
         """Take `keys` out because their reads failed; keys that are not resident are left alone.
@@ -315,7 +407,7 @@ class KernelState:
         keys = np.ascontiguousarray(keys, dtype=np.int64)
         for row in np.flatnonzero((keys < 0) | (keys >= self.key_bytes.size))[:1]:
             raise self._out_of_range(keys, int(row))
-        self._forget(keys, self.key_bytes, self._header, self._table, self._resident)
+        self._forget(keys, self.key_bytes, self.header, self.table, self.extra, self.resident)
 
     def _out_of_range(self, keys: IntArray, row: int) -> PolicyError:
         return PolicyError(
@@ -324,13 +416,15 @@ class KernelState:
 
     def contains(self) -> BoolArray:
         """Return which keys are resident, bool of shape (key,): a live view, not to be written."""
-        return self._resident
+        return self.resident
 
     def clear(self) -> None:
         """Make the state equal to a new one: nothing resident, counters 0."""
-        self._resident[:] = False
-        self._header[:] = 0
-        self._table[:] = 0
+        self.resident[:] = False
+        self.header[:] = 0
+        self.header[N_LAYER] = self.n_layer
+        self.table[:] = 0
+        self.extra[:] = 0
         self.policy.prepare(self)
 
     def to_arrays(self) -> dict[str, Array]:
@@ -348,32 +442,42 @@ class ResidencyPolicy(Parametrised):
     Attributes
     ----------
     kernel : callable
-        ``kernel(keys, begin, end, key_bytes, budget, header, table, resident, out_residency,
-        out_first, out_keys) -> int``, compiled with ``numba.njit(cache=True, nogil=True)``:
+        ``kernel(keys, offsets, begin, end, future, key_bytes, budget, header, table, extra,
+        resident, out_residency, out_first, out_keys, out_loads) -> int``, compiled with
+        ``numba.njit(cache=True, nogil=True)``. It serves the loads ``begin`` to ``end``, so that
+        a replay walks a whole trace in one call:
 
-        - ``keys`` int64[row], of which rows ``begin`` to ``end`` are the load, so that a replay
-          walks a whole trace without cutting it up; ``key_bytes`` int64[key], ``budget`` int;
-        - ``header`` int64[N_HEADER], ``table`` int64[n_table, key], ``resident`` bool[key]: the
-          state, updated in place; the header's first cells are common to all policies;
-        - ``out_residency`` uint8[>= row], ``out_first`` bool[>= row]: filled from ``begin`` to
-          ``end``; ``out_keys`` int64[2, key] (missing keys, victims): filled from 0, counts in
-          the header;
-        - returns -1, or the first row with a key out of range, having changed nothing.
+        - ``keys`` int64[row]; load i is the rows ``offsets[i]`` to ``offsets[i + 1]``, offsets
+          int64[> end]; ``future`` int64[row], the next load that names the row's key (a load
+          beyond the last one if there is none), empty unless `needs_future`;
+        - ``key_bytes`` int64[key], ``budget`` int;
+        - ``header`` int64[N_HEADER], ``table`` int64[key, n_table], ``extra`` int64[n_extra],
+          ``resident`` bool[key]: the state, updated in place; the header's first cells are common
+          to all policies;
+        - ``out_residency`` uint8[row], ``out_first`` bool[row]: one entry per row;
+          ``out_loads`` int64[load, N_LOAD_COLUMNS]: one row per load; ``out_keys`` int64[2, key]:
+          missing keys and victims of the last load, counts in the header;
+        - returns -1, or the first row with a key out of range; rows are checked load by load, and
+          the load in question and those after it have changed nothing. It must not raise.
     forget_kernel : callable
-        ``forget_kernel(keys, key_bytes, header, table, resident) -> None``.
+        ``forget_kernel(keys, key_bytes, header, table, extra, resident) -> None``; keys that are
+        not resident are left alone.
     n_table : int
-        Rows of ``table``.
+        Columns of ``table``.
     name : str
         Name in the registry.
     online : bool
         False for policies that need the future; a live session refuses them.
+    needs_future : bool
+        Whether `kernel` reads ``future``.
     """
 
     name: ClassVar[str]
     online: ClassVar[bool] = True
-    kernel: ClassVar[Callable[..., int]]
-    forget_kernel: ClassVar[Callable[..., None]]
-    n_table: ClassVar[int] = 0
+    needs_future: ClassVar[bool] = False
+    kernel: Callable[..., int]
+    forget_kernel: Callable[..., None]
+    n_table: int = 0
 
     budget: int | str | None = None
 
@@ -417,8 +521,12 @@ class ResidencyPolicy(Parametrised):
         self.restore(state, arrays)
         return state
 
+    def n_extra(self, n_key: int, n_layer: int) -> int:
+        """Return how many numbers the kernel keeps beside header and table."""
+        return 0
+
     def prepare(self, state: KernelState) -> None:
-        """Set the start values of header and table, which are 0."""
+        """Set the start values of header, table and extra, which are 0."""
 
     def dump(self, state: KernelState) -> dict[str, Array]:
         """Return the state in a form that does not depend on how the kernel stores it."""

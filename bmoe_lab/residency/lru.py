@@ -14,6 +14,8 @@ from bmoe_lab.residency.base import (
     EVICTIONS,
     GENERATION,
     HIT,
+    LOAD_EVICTIONS,
+    LOAD_RESIDENT_BYTES,
     MISS,
     N_MISSING,
     N_RESIDENT,
@@ -33,20 +35,20 @@ BoolArray = npt.NDArray[np.bool_]
 # A doubly linked list inside the table; -1 ends it at both sides.
 _NEWEST = OWN
 _OLDEST = OWN + 1
-_NEWER = 0  # row of the table: the next key towards the newest
-_OLDER = 1  # row of the table: the next key towards the oldest
-_STAMP = 2  # row of the table: 2 * generation of the last use, + 1 if it was a hit then
+_NEWER = 0  # column of the table: the next key towards the newest
+_OLDER = 1  # column of the table: the next key towards the oldest
+_STAMP = 2  # column of the table: 2 * generation of the last use, + 1 if it was a hit then
 
 
 @compiled
 def _unlink(key: int, header: IntArray, table: IntArray) -> None:
-    newer, older = table[_NEWER, key], table[_OLDER, key]
+    newer, older = table[key, _NEWER], table[key, _OLDER]
     if newer >= 0:
-        table[_OLDER, newer] = older
+        table[newer, _OLDER] = older
     else:
         header[_NEWEST] = older
     if older >= 0:
-        table[_NEWER, older] = newer
+        table[older, _NEWER] = newer
     else:
         header[_OLDEST] = newer
 
@@ -54,10 +56,10 @@ def _unlink(key: int, header: IntArray, table: IntArray) -> None:
 @compiled
 def _push_newest(key: int, header: IntArray, table: IntArray) -> None:
     newest = header[_NEWEST]
-    table[_NEWER, key] = -1
-    table[_OLDER, key] = newest
+    table[key, _NEWER] = -1
+    table[key, _OLDER] = newest
     if newest >= 0:
-        table[_NEWER, newest] = key
+        table[newest, _NEWER] = key
     else:
         header[_OLDEST] = key
     header[_NEWEST] = key
@@ -66,95 +68,113 @@ def _push_newest(key: int, header: IntArray, table: IntArray) -> None:
 @compiled
 def load_lru(
     keys: IntArray,
+    offsets: IntArray,
     begin: int,
     end: int,
+    future: IntArray,
     key_bytes: IntArray,
     budget: int,
     header: IntArray,
     table: IntArray,
+    extra: IntArray,
     resident: BoolArray,
     out_residency: npt.NDArray[np.uint8],
     out_first: BoolArray,
     out_keys: IntArray,
+    out_loads: IntArray,
 ) -> int:
-    """Carry out one load; signature as in `ResidencyPolicy.kernel`.
+    """Serve loads; signature as in `ResidencyPolicy.kernel`.
 
     The list's ends are local and its operations written out: calling helpers on the header costs
     three times as much.
     """
     n_key = key_bytes.size
-    for row in range(begin, end):
-        if keys[row] < 0 or keys[row] >= n_key:
-            return row
-    generation = header[GENERATION] + 1
-    stamp = 2 * generation
+    generation = header[GENERATION]
     newest = header[_NEWEST]
     oldest = header[_OLDEST]
     resident_bytes = header[RESIDENT_BYTES]
     n_missing = 0
     n_victims = 0
-    for row in range(begin, end):
-        key = keys[row]
-        first = False
-        if table[_STAMP, key] >= stamp:
-            # A repeat: it is what it was at its first row, only its recency moves.
-            found = table[_STAMP, key] & 1
-        elif resident[key]:
-            found = HIT
-            table[_STAMP, key] = stamp + 1
-        else:
-            found = MISS
-            first = True
-            table[_STAMP, key] = stamp
-            resident[key] = True
-            resident_bytes += key_bytes[key]
-            out_keys[0, n_missing] = key
-            n_missing += 1
-        out_residency[row] = found
-        out_first[row] = first
-        if key == newest:
-            continue
-        if not first:
-            newer, older = table[_NEWER, key], table[_OLDER, key]
-            table[_OLDER, newer] = older  # there is a newer one: this key is not the newest
-            if older >= 0:
-                table[_NEWER, older] = newer
+    bad_row = -1
+    for load in range(begin, end):
+        for row in range(offsets[load], offsets[load + 1]):
+            if keys[row] < 0 or keys[row] >= n_key:
+                bad_row = row
+        if bad_row >= 0:
+            break
+        generation += 1
+        stamp = 2 * generation
+        n_missing = 0
+        n_victims = 0
+        for row in range(offsets[load], offsets[load + 1]):
+            key = keys[row]
+            first = False
+            if table[key, _STAMP] >= stamp:
+                # A repeat: it is what it was at its first row, only its recency moves.
+                found = table[key, _STAMP] & 1
+            elif resident[key]:
+                found = HIT
+                table[key, _STAMP] = stamp + 1
             else:
-                oldest = newer
-        table[_NEWER, key] = -1
-        table[_OLDER, key] = newest
-        if newest >= 0:
-            table[_NEWER, newest] = key
-        else:
-            oldest = key
-        newest = key
-    # Counting the missing keys as resident first and evicting then is the same as evicting
-    # before they are admitted: keys of this load are the newest and are never reached.
-    while resident_bytes > budget and oldest >= 0 and table[_STAMP, oldest] < stamp:
-        victim = oldest
-        oldest = table[_NEWER, victim]
-        if oldest >= 0:
-            table[_OLDER, oldest] = -1
-        else:
-            newest = -1
-        resident[victim] = False
-        resident_bytes -= key_bytes[victim]
-        out_keys[1, n_victims] = victim
-        n_victims += 1
+                found = MISS
+                first = True
+                table[key, _STAMP] = stamp
+                resident[key] = True
+                resident_bytes += key_bytes[key]
+                out_keys[0, n_missing] = key
+                n_missing += 1
+            out_residency[row] = found
+            out_first[row] = first
+            if key == newest:
+                continue
+            if not first:
+                newer, older = table[key, _NEWER], table[key, _OLDER]
+                table[newer, _OLDER] = older  # there is a newer one: this key is not the newest
+                if older >= 0:
+                    table[older, _NEWER] = newer
+                else:
+                    oldest = newer
+            table[key, _NEWER] = -1
+            table[key, _OLDER] = newest
+            if newest >= 0:
+                table[newest, _NEWER] = key
+            else:
+                oldest = key
+            newest = key
+        # Counting the missing keys as resident first and evicting then is the same as evicting
+        # before they are admitted: keys of this load are the newest and are never reached.
+        while resident_bytes > budget and oldest >= 0 and table[oldest, _STAMP] < stamp:
+            victim = oldest
+            oldest = table[victim, _NEWER]
+            if oldest >= 0:
+                table[oldest, _OLDER] = -1
+            else:
+                newest = -1
+            resident[victim] = False
+            resident_bytes -= key_bytes[victim]
+            out_keys[1, n_victims] = victim
+            n_victims += 1
+        header[N_RESIDENT] += n_missing - n_victims
+        header[EVICTIONS] += n_victims
+        out_loads[load, LOAD_EVICTIONS] = n_victims
+        out_loads[load, LOAD_RESIDENT_BYTES] = resident_bytes
     header[_NEWEST] = newest
     header[_OLDEST] = oldest
     header[RESIDENT_BYTES] = resident_bytes
-    header[N_RESIDENT] += n_missing - n_victims
-    header[EVICTIONS] += n_victims
     header[GENERATION] = generation
     header[N_MISSING] = n_missing
     header[N_VICTIMS] = n_victims
-    return -1
+    return bad_row
 
 
 @compiled
 def forget_lru(
-    keys: IntArray, key_bytes: IntArray, header: IntArray, table: IntArray, resident: BoolArray
+    keys: IntArray,
+    key_bytes: IntArray,
+    header: IntArray,
+    table: IntArray,
+    extra: IntArray,
+    resident: BoolArray,
 ) -> None:
     """Take keys out; signature as in `ResidencyPolicy.forget_kernel`."""
     for row in range(keys.size):
@@ -171,7 +191,7 @@ def _order(header: IntArray, table: IntArray, out: IntArray) -> None:
     key = header[_OLDEST]
     for i in range(out.size):
         out[i] = key
-        key = table[_NEWER, key]
+        key = table[key, _NEWER]
 
 
 @compiled
@@ -216,20 +236,20 @@ class LRU(ResidencyPolicy):
     name: ClassVar[str] = "lru"
     kernel = staticmethod(load_lru)
     forget_kernel = staticmethod(forget_lru)
-    n_table: ClassVar[int] = 3
+    n_table = 3
 
     def __init__(self, budget: int | str | None = None) -> None:
         self.budget = budget
 
     def prepare(self, state: KernelState) -> None:
         """Empty the list."""
-        state._header[_NEWEST] = -1
-        state._header[_OLDEST] = -1
+        state.header[_NEWEST] = -1
+        state.header[_OLDEST] = -1
 
     def dump(self, state: KernelState) -> dict[str, Array]:
         """Return ``keys``: the resident keys, int64, longest unused first."""
         keys = np.empty(state.n_resident, dtype=np.int64)
-        _order(state._header, state._table, keys)
+        _order(state.header, state.table, keys)
         return {"keys": keys}
 
     def restore(self, state: KernelState, arrays: Mapping[str, Array]) -> None:
@@ -243,7 +263,7 @@ class LRU(ResidencyPolicy):
         if "keys" not in arrays:
             raise PolicyError(f"a start state of LRU must hold 'keys'; got {sorted(arrays)}.")
         keys = np.ascontiguousarray(arrays["keys"], dtype=np.int64)
-        bad_row = _refill(keys, state.key_bytes, state._header, state._table, state._resident)
+        bad_row = _refill(keys, state.key_bytes, state.header, state.table, state.resident)
         if bad_row >= 0:
             raise PolicyError(
                 f"keys of a start state must be distinct and lie in [0, {state.key_bytes.size}); "
