@@ -528,6 +528,9 @@ class ResidencyPolicy(Parametrised):
     def prepare(self, state: KernelState) -> None:
         """Set the start values of header, table and extra, which are 0."""
 
+    def begin_stream(self, state: ResidencyState, n_load: int) -> None:
+        """Make room for a stream whose number of loads is known; called before it is served."""
+
     def dump(self, state: KernelState) -> dict[str, Array]:
         """Return the state in a form that does not depend on how the kernel stores it."""
         raise NotImplementedError(f"{type(self).__name__} must implement dump().")
