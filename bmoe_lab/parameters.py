@@ -8,6 +8,7 @@ their own names; work and checks happen later.
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 from typing import Any, Self
 
@@ -15,7 +16,9 @@ import numpy as np
 
 from bmoe_lab.errors import PolicyError
 
-__all__ = ["Parametrised"]
+__all__ = ["Parametrised", "array_digest", "is_array", "parameter_repr"]
+
+_DIGEST_SHOWN = 8
 
 
 def _signature(cls: type) -> tuple[inspect.Parameter, ...]:
@@ -30,8 +33,43 @@ def _signature(cls: type) -> tuple[inspect.Parameter, ...]:
     return parameters
 
 
+def is_array(value: object) -> bool:
+    """Return whether `value` is an array, of NumPy or of a kin such as xarray; scalars are not.
+
+    Examples
+    --------
+    >>> is_array(np.zeros(3)), is_array(np.float64(3)), is_array([1, 2, 3])
+    (True, False, False)
+    """
+    return hasattr(value, "__array__") and not isinstance(value, np.generic | type)
+
+
+def array_digest(value: Any) -> str:
+    """Return the SHA-256 of an array's bytes in C order, by which a trace names it.
+
+    Examples
+    --------
+    >>> array_digest(np.zeros(3, np.uint8))[:8]
+    '709e80c8'
+    """
+    return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+
+
+def parameter_repr(value: Any) -> str:
+    """Return the repr of a parameter; an array's is short, whatever its size.
+
+    Examples
+    --------
+    >>> parameter_repr(0.5), parameter_repr(np.zeros(3, np.uint8))
+    ('0.5', "array(shape=(3,), sha256='709e80c8')")
+    """
+    if not is_array(value):
+        return repr(value)
+    return f"array(shape={np.shape(value)}, sha256={array_digest(value)[:_DIGEST_SHOWN]!r})"
+
+
 def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+    if is_array(left) or is_array(right):
         left, right = np.asarray(left), np.asarray(right)
         floats = left.dtype.kind in "fc" and right.dtype.kind in "fc"
         return np.array_equal(left, right, equal_nan=floats)
@@ -53,6 +91,11 @@ class Parametrised:
     {'value': 0.5, 'strict': False}
     >>> Threshold(0.5).clone() == Threshold(value=0.5)
     True
+
+    Arrays are compared by what they hold, and shown by shape and the start of their SHA-256:
+
+    >>> Threshold(np.zeros((48, 128)))
+    Threshold(value=array(shape=(48, 128), sha256='2aae7dc8'))
     """
 
     def get_params(self) -> dict[str, Any]:
@@ -85,13 +128,14 @@ class Parametrised:
             if value is not params[name] and not _equal(value, params[name]):
                 raise PolicyError(
                     f"{type(self).__name__}.__init__ must store {name!r} as given; got "
-                    f"{value!r} for {params[name]!r}. Change it where it is used instead."
+                    f"{parameter_repr(value)} for {parameter_repr(params[name])}. Change it where "
+                    f"it is used instead."
                 )
         return twin
 
     def __repr__(self) -> str:
         shown = [
-            f"{parameter.name}={value!r}"
+            f"{parameter.name}={parameter_repr(value)}"
             for parameter, value in zip(
                 _signature(type(self)), self.get_params().values(), strict=True
             )
