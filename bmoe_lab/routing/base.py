@@ -14,7 +14,7 @@ by :mod:`bmoe_lab.routing.engine`, the same in a live session and in a replay.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -34,6 +34,7 @@ __all__ = [
     "require_bool",
     "require_count",
     "require_frac",
+    "require_number",
 ]
 
 # Values of `Phase` in the trace; this package does not depend on the trace's schema.
@@ -152,16 +153,20 @@ class RoutingPolicy(Parametrised):
         - ``values`` float32: the scores [token, expert] if `stage` is ``"select"`` (shape
           [0, 0] if unknown), the weights [token, slot] if it is ``"weigh"``;
         - ``log_scores`` bool: the scores are the output of a softmax;
-        - ``parameters`` float64: what :meth:`kernel_parameters` returns;
-        - ``state`` float64[n_state]: what the policy remembers of this layer, 0 at first;
+        - ``parameters`` float64: what :meth:`parameters_at` returns for this layer;
+        - ``state`` float64[at least :meth:`state_size`]: what the policy remembers of this layer,
+          0 at first;
         - ``out``: ``"select"`` int32[token, slot], holding ``ids``; ``"weigh"``
           bool[token, slot], all False, True drops. Returns the number of slots it changed.
 
-        Rows must not depend on how tokens are batched: row after row, in order.
+        Rows must not depend on how tokens are batched: row after row, in order. It must compile
+        for the types in :mod:`bmoe_lab.routing.signature` and not raise.
     stage : {"select", "weigh"}
         Which method `kernel` stands for.
     n_state : int
-        Numbers that `kernel` remembers per layer.
+        Numbers that `kernel` remembers per layer; see :meth:`state_size`.
+    array_parameters : frozenset of str
+        Parameters that may be (or must be) arrays, which a text cannot hold.
 
     Examples
     --------
@@ -186,6 +191,7 @@ class RoutingPolicy(Parametrised):
     kernel: ClassVar[Callable[..., int] | None] = None
     stage: ClassVar[Literal["select", "weigh"]] = "weigh"
     n_state: ClassVar[int] = 0
+    array_parameters: ClassVar[frozenset[str]] = frozenset()
 
     prefill: bool = False
     renormalise: bool = True
@@ -269,14 +275,17 @@ class RoutingPolicy(Parametrised):
                 f"example cache='auto'."
             )
         if "scores" in self.needs and not facts.scores_available:
-            raise PolicyError(
-                f"policy must see the router's scores; got {self!r} where there are none. "
-                f"Record with record='scores'."
-            )
+            raise PolicyError(self._without_scores())
         if "weights" in self.needs and not facts.weights_available:
             raise PolicyError(
                 f"policy must see the router's weights; got {self!r} where there are none."
             )
+
+    def _without_scores(self) -> str:
+        return (
+            f"policy must see the router's scores; got {self!r} where there are none. "
+            f"Record with record='scores'."
+        )
 
     def cautions(self, facts: ModelFacts) -> list[str]:
         """Return what a user should be warned of before a run, one sentence each."""
@@ -308,22 +317,66 @@ class RoutingPolicy(Parametrised):
 
     # --- the kernel ----------------------------------------------------------------------------
 
-    def kernel_parameters(self) -> tuple[float, ...]:
-        """Return what `kernel` gets as ``parameters``."""
+    def kernel_parameters(self) -> Sequence[float]:
+        """Return what `kernel` gets as ``parameters`` where all layers are alike."""
         return ()
 
-    def _layer_state(self, layer: int) -> npt.NDArray[np.float64]:
-        if self._state is None or layer >= len(self._state):
-            grown = np.zeros((max(2 * layer, 64), self.n_state))
-            if self._state is not None:
-                grown[: len(self._state)] = self._state
-            self._state = grown
-        row: npt.NDArray[np.float64] = self._state[layer]
+    def parameters_at(self, layer: int) -> npt.NDArray[np.float64]:
+        """Return what `kernel` gets as ``parameters`` in `layer`: float64, as long in all layers.
+
+        Override it where layers differ; the rest override :meth:`kernel_parameters`.
+        """
+        return np.array(self.kernel_parameters(), dtype=np.float64)
+
+    def layer_parameters(self, n_layer: int) -> npt.NDArray[np.float64]:
+        """Return :meth:`parameters_at` of all layers, float64 of shape (layer, parameter)."""
+        if not n_layer:
+            return np.zeros((0, 0))
+        return np.stack([self.parameters_at(layer) for layer in range(n_layer)])
+
+    def state_size(self, n_expert: int) -> int:
+        """Return how many numbers `kernel` remembers of a layer with `n_expert` experts."""
+        return self.n_state
+
+    def layer_state(self, n_layer: int, n_expert: int) -> npt.NDArray[np.float64]:
+        """Return what `kernel` remembers, all layers at once, to be written into.
+
+        Parameters
+        ----------
+        n_layer : int
+            Layers asked for; 0 remembered of those that are new.
+        n_expert : int
+            Experts of the largest of them.
+
+        Returns
+        -------
+        numpy.ndarray of float64, shape (layer, number)
+            A view of the policy's own memory, at least :meth:`state_size` wide: a row may be wider
+            than its layer needs, so a kernel goes by ``resident.size``. Valid until it grows or
+            :meth:`reset`.
+        """
+        size = self.state_size(n_expert)
+        state = self._state
+        if state is None or n_layer > len(state) or size > state.shape[1]:
+            had = (0, 0) if state is None else state.shape
+            grown = np.zeros((max(n_layer, had[0]), max(size, had[1])))
+            if state is not None:
+                grown[: had[0], : had[1]] = state
+            self._state = state = grown
+        return state[:n_layer]
+
+    def _state_at(self, layer: int, n_expert: int) -> npt.NDArray[np.float64]:
+        n_layer = 0 if self._state is None else len(self._state)
+        # Grown in steps: live layers come one by one.
+        wanted = n_layer if layer < n_layer else max(2 * layer, 64)
+        row: npt.NDArray[np.float64] = self.layer_state(wanted, n_expert)[layer]
         return row
 
     def run_kernel(self, routing: Routing) -> npt.NDArray[Any] | None:
         """Return what `kernel` decides; None if it changed nothing."""
         assert self.kernel is not None
+        if routing.scores is None and self.stage == "select" and "scores" in self.needs:
+            raise PolicyError(self._without_scores())
         ids = np.ascontiguousarray(routing.ids, dtype=np.int32)
         out: npt.NDArray[Any]
         if self.stage == "select":
@@ -340,11 +393,26 @@ class RoutingPolicy(Parametrised):
             routing.layer,
             routing.seed,
             routing.score_kind == "softmax",
-            np.array(self.kernel_parameters(), dtype=np.float64),
-            self._layer_state(routing.layer),
+            self.parameters_at(routing.layer),
+            self._state_at(routing.layer, routing.resident.size),
             out,
         )
         return out if n_changed else None
+
+
+def require_number(policy: RoutingPolicy, name: str, meaning: str) -> None:
+    """Raise PolicyError unless parameter `name` is a finite number of at least 0."""
+    value = getattr(policy, name)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, numbers.Real)
+        # Written so that NaN, which fails every comparison, is refused.
+        or not (0.0 <= float(value) < float("inf"))
+    ):
+        raise PolicyError(
+            f"{name} must be a finite number of at least 0; got {value!r} in "
+            f"{type(policy).__name__}. {meaning}"
+        )
 
 
 def require_frac(policy: RoutingPolicy, name: str, meaning: str) -> None:
