@@ -1,0 +1,559 @@
+"""A recorded trace again under other policies, without the model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+import xarray as xr
+
+from bmoe_lab import schema
+from bmoe_lab._version import __version__
+from bmoe_lab.errors import PolicyError, PolicyNeverFiredWarning, SchemaError, SettingsError
+from bmoe_lab.metrics.cache import first_of_load
+from bmoe_lab.policy_settings import policy_settings
+from bmoe_lab.residency import ResidencyPolicy, ResidencyState, token_cycle
+from bmoe_lab.residency import get as residency_class
+from bmoe_lab.residency.base import NO_FUTURE, LoadLog
+from bmoe_lab.routing import Counters, ModelFacts, RoutingPolicy
+from bmoe_lab.routing.engine import as_policy
+from bmoe_lab.schema import NO_EXPERT, NOT_ROUTED, STATE_PREFIX, Action, Residency
+from bmoe_lab.simulation.coupled import Routed, RoutedRows, run_coupled
+from bmoe_lab.simulation.stream import PHASE_NAMES, LoadStream, cache_facts, load_stream
+from bmoe_lab.sizes import parse_size
+
+__all__ = ["RECORDED", "as_residency", "replay", "serve_stream"]
+
+RECORDED = "recorded"
+
+# What a trace says of the run that recorded it, not of a replay.
+_OF_THE_RUN = frozenset(
+    {"session_settings", "run_settings", "machine", "start_time", "ended_by", "journal_note",
+     "llama_cpp_python_version", "llama_cpp_commit", "instrumented", "record"}
+)  # fmt: skip
+_OF_THE_POLICY = frozenset({"policy", "policy_settings", "policy_fired", "policy_counters"})
+
+
+def replay(
+    trace: xr.Dataset,
+    *,
+    residency: ResidencyPolicy | str,
+    routing: RoutingPolicy | None = None,
+    budget: int | str | None = None,
+    start: Literal["recorded", "cold"] = "recorded",
+    seed: int = 0,
+) -> xr.Dataset:
+    """Return the trace as it would have been under other policies.
+
+    Without `routing`, what ran stands and only the cache is another: exact, row for row what a
+    live session with that cache records. With `routing`, the router's recorded choices pass
+    through the policy and the cache together. That is *open loop*: a changed expert changes what
+    later layers and tokens would have chosen, which no replay can know; the result carries
+    ``counterfactual = 1``. Its quality comes only from the model (:meth:`bmoe_lab.Session.score`,
+    :func:`bmoe_lab.compare`).
+
+    Parameters
+    ----------
+    trace : xarray.Dataset
+        Routing trace; see :mod:`bmoe_lab.schema`.
+    residency : ResidencyPolicy or str
+        A policy, the name of one, or ``"recorded"``: the recorded residency stands and only
+        `routing` acts (static replay).
+    routing : RoutingPolicy, optional
+        Starts from ``expert_chosen``, the router's own choice.
+    budget : int or str, optional
+        Bytes allowed, such as ``"2 GiB"``, where the residency policy has none of its own.
+    start : {"recorded", "cold"}, default "recorded"
+        As the run began, or with an empty cache. A warm run holds the state of its own policy;
+        no other can go on from it.
+    seed : int, default 0
+        Of routing policies with random parts.
+
+    Returns
+    -------
+    xarray.Dataset
+        A trace with ``source = "replay"``: every metric and figure works on it. New are
+        ``expert_applied``, ``weight_applied``, ``action``, ``residency``, ``read_bytes`` and the
+        costs ``evictions``, ``cache_resident_bytes``; times are absent, since nothing was timed.
+        Totals by phase are in the attribute ``replay_totals`` (JSON), what was replayed in
+        ``replayed_from``.
+
+    Raises
+    ------
+    SchemaError
+        If the trace lacks what the replay needs, such as ``expert_bytes``.
+    PolicyError
+        If a policy cannot mean anything here: no scores were recorded, no cache, the future is
+        asked for where a routing policy changes it.
+    SettingsError
+        If there is no budget, or two.
+
+    Warns
+    -----
+    PolicyNeverFiredWarning
+        If a lossy routing policy changed nothing.
+
+    See Also
+    --------
+    sweep : The same over a grid of policies and budgets.
+
+    Notes
+    -----
+    A dropped slot is not looked up; it names its routing's best kept expert, and its residency is
+    that of the expert that was dropped. A substituted routing's weights are NaN: the graph would
+    compute them. ``residency="recorded"`` knows only the chosen experts, so policies that look for
+    others are refused; in a wide evaluation an expert that one token drops is still read if
+    another one asks for it. Definitions: BigMoeOnEdge, ``route-replay.py`` and
+    ``route-drop-replay.py`` (0.20.0).
+
+    Examples
+    --------
+    >>> import bmoe_lab as bl
+    >>> trace = bl.testing.make_trace(n_token=32, n_layer=2, seed=0)
+    >>> again = replay(trace, residency=bl.residency.LRU("300 KiB"))
+    >>> again.attrs["source"], sorted(json.loads(again.attrs["replay_totals"]))
+    ('replay', ['decode', 'prefill'])
+    """
+    static = isinstance(residency, str) and residency == RECORDED
+    if start not in ("recorded", "cold"):
+        raise SettingsError(f"start must be 'recorded' or 'cold'; got {start!r}.")
+    if static:
+        if routing is None:
+            raise SettingsError(
+                "routing must be given where the recorded residency stands; got None. "
+                "Pass a routing policy, or a residency policy to replay the cache."
+            )
+        if budget is not None:
+            raise SettingsError(
+                f"budget must be left out where the recorded residency stands; got {budget!r}."
+            )
+    cache = None if static else as_residency(residency, budget)
+    if routing is None:
+        assert cache is not None
+        stream = load_stream(trace)
+        state, warm = _start_state(trace, cache, start)
+        dropped = np.asarray(trace["action"].values).ravel()[stream.cells] == Action.dropped
+        if dropped.any():
+            log = _serve_around_dropped(trace, stream, state, dropped)
+        else:
+            log = serve_stream(stream, cache, state)
+        routed = None
+        fields = _cache_fields(trace, stream, log)
+    else:
+        policy = as_policy(routing)
+        _check_scores(trace, policy)
+        policy.check(_facts(trace, cache))
+        _check_pair(policy, cache, static)
+        rows = _routed_rows(trace, static=static, needs_scores="scores" in policy.needs)
+        stream = rows.stream
+        state, warm = (None, False) if cache is None else _start_state(trace, cache, start)
+        routed = run_coupled(rows, policy, state, seed=seed)
+        log = routed.log
+        fields = _routed_fields(trace, rows, routed)
+    attrs = _attrs(trace, cache, routing, warm=warm, seed=seed)
+    if routed is not None:
+        attrs |= _policy_attrs(routed.counters, lossless=routing is None or policy.lossless)
+    result = _dataset(trace, fields, attrs, routing=routing is not None, cache=cache, warm=warm)
+    if cache is not None:
+        result = result.assign(_costs(trace, stream, log))
+    result.attrs["replay_totals"] = json.dumps(_totals(result))
+    if routed is not None and not policy.lossless and not routed.counters.fired:
+        warnings.warn(
+            f"{routing!r} changed nothing in this replay: it looked at "
+            f"{routed.counters.examined} slots. Its figures are those of the lossless run.",
+            PolicyNeverFiredWarning,
+            stacklevel=2,
+        )
+    return result
+
+
+def as_residency(policy: ResidencyPolicy | str, budget: int | str | None) -> ResidencyPolicy:
+    """Return a residency policy with a budget.
+
+    Raises
+    ------
+    UnknownNameError
+        If `policy` is a name that is not known.
+    PolicyError
+        If it is neither a name nor a policy.
+    SettingsError
+        If there is no budget, or two.
+
+    Examples
+    --------
+    >>> as_residency("lru", "2 GiB")
+    LRU(budget='2 GiB')
+    """
+    if isinstance(policy, str):
+        policy = residency_class(policy)()
+    if not isinstance(policy, ResidencyPolicy):
+        raise PolicyError(
+            f"residency must be a residency policy, the name of one, or 'recorded'; got "
+            f"{policy!r}. For example bmoe_lab.residency.LRU('2 GiB')."
+        )
+    if (policy.budget is None) == (budget is None):
+        given = "none" if budget is None else f"{policy.budget!r} and {budget!r}"
+        raise SettingsError(
+            f"budget must be given once, in {type(policy).__name__}(...) or as budget=; got "
+            f"{given}. For example {type(policy).__name__}('2 GiB')."
+        )
+    if budget is None:
+        return policy.clone()
+    return type(policy)(**{**policy.get_params(), "budget": budget})
+
+
+def serve_stream(
+    stream: LoadStream,
+    policy: ResidencyPolicy,
+    state: ResidencyState,
+) -> LoadLog:
+    """Return what a cache finds and does over a whole stream.
+
+    Parameters
+    ----------
+    stream : LoadStream
+        The loads.
+    policy : ResidencyPolicy
+        Whose `state` it is.
+    state : ResidencyState
+        The cache in its start state; it is used.
+    """
+    logs = []
+    for number, (begin, end) in enumerate(stream.segments()):
+        if number:
+            state.clear()
+        low, high = int(stream.offsets[begin]), int(stream.offsets[end])
+        offsets = stream.offsets[begin : end + 1] - low
+        keys = stream.keys[low:high]
+        policy.begin_stream(state, end - begin)
+        future = NO_FUTURE
+        if policy.needs_future:
+            from bmoe_lab.residency.future import next_use
+
+            future = next_use(keys, offsets, stream.n_key)
+        logs.append(state.load_many(keys, offsets, future))
+    if len(logs) == 1:
+        return logs[0]
+    return LoadLog(
+        *(
+            np.concatenate([getattr(log, name) for log in logs])
+            for name in ("residency", "first", "evictions", "resident_bytes")
+        )
+    )
+
+
+def _serve_around_dropped(
+    trace: xr.Dataset, stream: LoadStream, state: ResidencyState, dropped: Any
+) -> LoadLog:
+    """Serve a stream in which slots were dropped: they show where the dropped expert was.
+
+    Load by load, since that is known only just before the load.
+    """
+    chosen = np.asarray(trace["expert_chosen"].values).ravel()[stream.cells].astype(np.int64)
+    chosen += stream.per_row(stream.layer) * stream.n_expert
+    residency, first = np.empty(chosen.size, np.uint8), np.empty(chosen.size, np.bool_)
+    evictions, held = np.empty(stream.n_load, np.int64), np.empty(stream.n_load, np.int64)
+    restarts = set(stream.restarts.tolist()[1:])
+    offsets = stream.offsets.tolist()
+    for load in range(stream.n_load):
+        if load in restarts:
+            state.clear()
+        rows = slice(offsets[load], offsets[load + 1])
+        before = state.contains()[chosen[rows]]
+        served = state.load(stream.keys[rows])
+        residency[rows] = np.where(dropped[rows], before, served.residency)
+        first[rows] = served.first
+        evictions[load], held[load] = served.victims.size, state.resident_bytes
+    return LoadLog(residency, first, evictions, held)
+
+
+def _start_state(
+    trace: xr.Dataset, policy: ResidencyPolicy, start: str
+) -> tuple[ResidencyState, bool]:
+    """Return the cache at the start, and whether it holds anything."""
+    key_bytes, n_layer, _ = cache_facts(trace)
+    assert policy.budget_bytes is not None
+    arrays = {
+        str(name).removeprefix(STATE_PREFIX): np.asarray(variable.values)
+        for name, variable in trace.variables.items()
+        if str(name).startswith(STATE_PREFIX)
+    }
+    if start == "cold" or trace.attrs.get("cache_start", "cold") == "cold":
+        return policy.start(key_bytes, policy.budget_bytes, n_layer=n_layer), False
+    recorded = str(trace.attrs.get("residency_policy", ""))
+    if not arrays or not _same_rule(policy, recorded):
+        raise SettingsError(
+            f"start must be 'cold' for {policy!r}: the run began with what its own cache held, "
+            f"{recorded or 'of an unknown policy'}, from which it cannot go on; got 'recorded'. "
+            "The first loads of such a replay miss what was resident then."
+        )
+    state = policy.from_arrays(arrays, key_bytes, policy.budget_bytes, n_layer=n_layer)
+    return state, True
+
+
+def _same_rule(policy: ResidencyPolicy, recorded: str) -> bool:
+    """Return whether `recorded`, a repr, differs from `policy` in no more than the budget."""
+
+    def rule(text: str) -> str:
+        name, _, rest = text.partition("(")
+        parts = [part.strip() for part in rest.rstrip(")").split(",") if part.strip()]
+        return name + "|".join(part for part in parts if not part.startswith("budget="))
+
+    return rule(repr(policy)) == rule(recorded)
+
+
+def _facts(trace: xr.Dataset, cache: ResidencyPolicy | None) -> ModelFacts:
+    used = np.asarray(trace["n_expert_used"].values)
+    key_bytes, n_layer, n_expert = cache_facts(trace)
+    if cache is not None:
+        budget = cache.budget_bytes
+    else:
+        budget = trace.attrs.get("cache_budget_bytes")
+        if budget is None:
+            # An import may not tell; a hit proves that something was kept.
+            found = np.asarray(trace["residency"].values)
+            hit = (found == Residency.hit) | (found == Residency.hit_speculative)
+            budget = int(key_bytes.sum()) if hit.any() else None
+    return ModelFacts(
+        n_layer=n_layer,
+        n_expert=n_expert,
+        n_expert_used=int(used.max()),
+        cache_budget=None if budget is None else int(budget),
+        token_cycle_bytes=token_cycle(np.asarray(trace["expert_bytes"].values), used),
+        scores_available="router_score" in trace.variables,
+        weights_available="weight_chosen" in trace.variables,
+    )
+
+
+def _check_scores(trace: xr.Dataset, policy: RoutingPolicy) -> None:
+    if "scores" not in policy.needs or "router_score" not in trace.variables:
+        return  # its own check says what is missing
+    if "score_is_softmax" not in trace.variables:
+        raise SchemaError(
+            f"trace must say whether its scores are the output of a softmax for {policy!r}; got "
+            "no 'score_is_softmax'. Traces recorded before it was stored lack it: set "
+            "trace['score_is_softmax'] = ('layer', uint8 array of 0 and 1)."
+        )
+
+
+def _check_pair(policy: RoutingPolicy, cache: ResidencyPolicy | None, static: bool) -> None:
+    if static and policy.acts_at("select") and "cache" in policy.needs:
+        raise PolicyError(
+            f"policy must need no more than the chosen experts' residency; got {policy!r}, which "
+            "looks for others, and no trace records where those were. Replay it with a residency "
+            "policy, such as residency=bmoe_lab.residency.LRU('2 GiB')."
+        )
+    if cache is not None and not cache.online and not policy.lossless:
+        raise PolicyError(
+            f"residency must be an online policy where a routing policy changes what is asked "
+            f"for; got {cache!r}, which needs to know the future, with {policy!r}. Replay the "
+            "routing under an online policy first, then the result under this one."
+        )
+
+
+def _routed_rows(trace: xr.Dataset, *, static: bool, needs_scores: bool) -> RoutedRows:
+    stream = load_stream(trace, which="chosen")
+    used = np.asarray(trace["n_expert_used"].values, dtype=np.int64)
+    shape = trace["expert_chosen"].shape
+    n_slot = shape[2]
+    sizes = np.diff(stream.offsets)
+    uneven = np.flatnonzero(sizes % used[stream.layer])
+    if uneven.size:
+        load = int(uneven[0])
+        raise SchemaError(
+            f"every routing of layer {int(stream.layer[load])} must fill its "
+            f"{int(used[stream.layer[load]])} slots; got {int(sizes[load])} rows in the evaluation "
+            f"that begins at token {int(stream.token[load])}. A routing policy needs whole routings."
+        )
+    per_row = np.repeat(used[stream.layer], sizes)
+    # The first row of each routing: widths are even within a load.
+    heads = np.flatnonzero(
+        (np.arange(stream.keys.size) - np.repeat(stream.offsets[:-1], sizes)) % per_row == 0
+    )
+    scores = None
+    log_scores = np.zeros(stream.n_layer, np.bool_)
+    if needs_scores:
+        scores = np.ascontiguousarray(trace["router_score"].values, np.float32)
+        log_scores = np.asarray(trace["score_is_softmax"].values) != 0
+    recorded = None
+    if static:
+        if "residency" not in trace.variables:
+            raise SchemaError(
+                "trace must hold 'residency' for residency='recorded'; got "
+                f"{sorted(map(str, trace.data_vars))}. Pass a residency policy instead."
+            )
+        if (np.asarray(trace["action"].values) == Action.substituted).any():
+            raise SchemaError(
+                "trace must hold the residency of the router's own choice for "
+                "residency='recorded'; got one in which a policy substituted experts, so that it "
+                "tells about those. Pass a residency policy, or replay a lossless trace."
+            )
+        found = np.asarray(trace["residency"].values).ravel()[stream.cells]
+        if (found == Residency.not_streamed).any():
+            raise SchemaError(
+                "trace must have been streamed for residency='recorded'; got rows that were not "
+                "(residency = not_streamed). Pass a residency policy instead."
+            )
+        recorded = ((found == Residency.hit) | (found == Residency.hit_speculative)).astype(np.uint8)
+    position = (
+        np.asarray(trace["position"].values, dtype=np.int32)
+        if "position" in trace.variables
+        else np.arange(shape[0], dtype=np.int32)
+    )
+    weights = None
+    if "weight_chosen" in trace.variables:
+        weights = np.asarray(trace["weight_chosen"].values).ravel()[stream.cells]
+    return RoutedRows(
+        stream=stream,
+        weights=weights,
+        scores=scores,
+        log_scores=log_scores,
+        position=position,
+        token=stream.cells[heads] // (stream.n_layer * n_slot),
+        expert_bytes=np.asarray(trace["expert_bytes"].values, dtype=np.int64),
+        block=np.asarray(trace["block"].values, dtype=np.int64),
+        width=used,
+        recorded=recorded,
+    )
+
+
+# --- the resulting trace ------------------------------------------------------------------------
+
+
+def _scattered(like: xr.DataArray, cells: Any, values: Any, fill: Any, dtype: Any) -> Any:
+    flat = np.full(like.size, fill, dtype)
+    flat[cells] = values
+    return flat.reshape(like.shape)
+
+
+def _cache_fields(trace: xr.Dataset, stream: LoadStream, log: LoadLog) -> dict[str, Any]:
+    like = trace["expert_applied"]
+    size = np.asarray(trace["expert_bytes"].values, dtype=np.int64)
+    return {
+        "residency": _scattered(like, stream.cells, log.residency, NOT_ROUTED, np.uint8),
+        "read_bytes": _scattered(
+            like, stream.cells, log.first * size[stream.per_row(stream.layer)], 0, np.uint32
+        ),
+    }
+
+
+def _routed_fields(trace: xr.Dataset, rows: RoutedRows, routed: Routed) -> dict[str, Any]:
+    like, cells = trace["expert_chosen"], rows.stream.cells
+    size = rows.expert_bytes[rows.stream.per_row(rows.stream.layer)]
+    fields = {
+        "expert_applied": _scattered(like, cells, routed.expert, NO_EXPERT, np.int16),
+        "action": _scattered(like, cells, routed.action, NOT_ROUTED, np.uint8),
+        "residency": _scattered(like, cells, routed.log.residency, NOT_ROUTED, np.uint8),
+        "read_bytes": _scattered(like, cells, routed.log.first * size, 0, np.uint32),
+    }
+    if rows.weights is not None:
+        fields["weight_applied"] = _scattered(like, cells, routed.weight, np.nan, np.float32)
+    return fields
+
+
+def _dataset(
+    trace: xr.Dataset,
+    fields: dict[str, Any],
+    attrs: dict[str, Any],
+    *,
+    routing: bool,
+    cache: ResidencyPolicy | None,
+    warm: bool,
+) -> xr.Dataset:
+    dims = ("token", "layer", "slot")
+    gone = [
+        name
+        for name, variable in trace.variables.items()
+        if name in schema.COSTS
+        or (str(name).startswith(STATE_PREFIX) and not warm)
+        # Costs of any name: per evaluation, on its first token.
+        or (variable.dims == ("token",) and variable.dtype == np.float64)
+    ]
+    if routing:
+        # What the model would have said after another expert, nobody knows.
+        gone += [name for name in ("logprob",) if name in trace.variables]
+    result = trace.drop_vars(gone)
+    result = result.assign(
+        {
+            name: xr.Variable(dims, values, schema.variable_attrs(name))
+            for name, values in fields.items()
+        }
+    )
+    result.attrs = schema.clean_attrs(attrs)
+    return result
+
+
+def _costs(trace: xr.Dataset, stream: LoadStream, log: LoadLog) -> dict[str, xr.Variable]:
+    evictions = np.full(trace.sizes["token"], np.nan)
+    held = np.full(trace.sizes["token"], np.nan)
+    last = np.flatnonzero(np.append(stream.token[1:] != stream.token[:-1], True))
+    first = np.append(0, last[:-1] + 1)
+    evictions[stream.token[first]] = np.add.reduceat(log.evictions, first)
+    held[stream.token[last]] = log.resident_bytes[last]
+    return {
+        name: xr.Variable(("token",), values, schema.cost_attrs(name))
+        for name, values in (("evictions", evictions), ("cache_resident_bytes", held))
+    }
+
+
+def _attrs(
+    trace: xr.Dataset,
+    cache: ResidencyPolicy | None,
+    routing: RoutingPolicy | None,
+    *,
+    warm: bool,
+    seed: int,
+) -> dict[str, Any]:
+    attrs = {name: value for name, value in trace.attrs.items() if name not in _OF_THE_RUN}
+    told = ("source", "residency_policy", "cache_budget_bytes", "cache_start", "policy", "lossless")
+    attrs["replayed_from"] = {name: trace.attrs[name] for name in told if name in trace.attrs}
+    attrs["source"] = "replay"
+    attrs["bmoe_lab_version"] = __version__
+    attrs["replay_settings"] = {
+        "residency": RECORDED if cache is None else repr(cache),
+        "routing": None if routing is None else repr(routing),
+        "seed": seed,
+    }
+    if cache is not None:
+        attrs["residency_policy"] = repr(cache)
+        attrs["cache_budget_bytes"] = cache.budget_bytes
+        attrs["cache_start"] = "warm" if warm else "cold"
+    if routing is not None:
+        for name in _OF_THE_POLICY:
+            attrs.pop(name, None)
+        attrs["policy"] = repr(routing)
+        attrs["policy_settings"] = policy_settings(routing)
+        attrs["counterfactual"] = not routing.lossless
+        attrs["lossless"] = routing.lossless
+        attrs["seed"] = seed
+    return attrs
+
+
+def _policy_attrs(counters: Counters, *, lossless: bool) -> dict[str, Any]:
+    if lossless:
+        return {}
+    return {"policy_fired": counters.fired, "policy_counters": counters.to_dict()}
+
+
+def _totals(trace: xr.Dataset) -> dict[str, dict[str, int]]:
+    """Return lookups, hits, read bytes and evictions of each phase that occurs."""
+    lookup = first_of_load(trace).values
+    residency = np.asarray(trace["residency"].values)
+    hit = lookup & ((residency == Residency.hit) | (residency == Residency.hit_speculative))
+    phase = np.asarray(trace["phase"].values)
+    read = np.asarray(trace["read_bytes"].values)
+    totals = {}
+    for number, name in PHASE_NAMES.items():
+        rows = phase == number
+        if not rows.any():
+            continue
+        totals[name] = {
+            "lookups": int(lookup[rows].sum()),
+            "hits": int(hit[rows].sum()),
+            "read_bytes": int(read[rows].sum(dtype=np.int64)),
+        }
+        if "evictions" in trace.variables:
+            totals[name]["evictions"] = int(np.nansum(trace["evictions"].values[rows]))
+    return totals
