@@ -4,6 +4,7 @@
 
     BmoeLabError
      ├─ SchemaError        (ValueError)    a dataset is not a valid trace
+     │   └─ TraceFormatError               a file of another format is malformed
      ├─ TraceFileError     (OSError)       a trace file cannot be read or written
      ├─ DatasetError       (ValueError)    bundled data is missing or altered
      ├─ ModelFileError     (ValueError)    a GGUF file is missing, broken or not a MoE model
@@ -49,6 +50,7 @@ __all__ = [
     "SettingsError",
     "StreamingError",
     "TraceFileError",
+    "TraceFormatError",
     "UnknownNameError",
     "unknown_name",
 ]
@@ -60,6 +62,10 @@ class BmoeLabError(Exception):
 
 class SchemaError(BmoeLabError, ValueError):
     """A dataset is not a valid trace, or lacks a variable that was asked for."""
+
+
+class TraceFormatError(SchemaError):
+    """A file of another format is malformed, or cannot hold what should be written to it."""
 
 
 class TraceFileError(BmoeLabError, OSError):

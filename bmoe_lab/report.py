@@ -279,11 +279,12 @@ def _section(heading: str, note: str, figure: str) -> str:
 
 
 def _mark(name: str, trace: xr.Dataset) -> str:
-    word = "lossless" if int(trace.attrs["lossless"]) else "lossy"
+    # Absent in what was imported: neither claimed to be lossless nor to be lossy.
+    word = {1: "lossless", 0: "lossy"}.get(trace.attrs.get("lossless"), "policy unknown")
     text = name if name.startswith(word) else f"{word}: {name}"
     if int(trace.attrs.get("counterfactual", 0)):
         text += " (counterfactual)"
-    return f'<span class="mark {word}">{html.escape(text)}</span>'
+    return f'<span class="mark {word.split()[-1]}">{html.escape(text)}</span>'
 
 
 def _warning(text: str) -> str:

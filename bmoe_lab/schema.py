@@ -147,12 +147,15 @@ class AttributeSpec:
         What it says.
     required : bool, optional
         Whether every trace has it.
+    unless : tuple of str, optional
+        Values of ``source`` whose traces may lack a required one: it is unknown there.
     """
 
     name: str
     kind: str
     meaning: str
     required: bool = False
+    unless: tuple[str, ...] = ()
 
 
 _SLOTS = ("token", "layer", "slot")
@@ -368,6 +371,8 @@ ATTRIBUTES: dict[str, AttributeSpec] = {
             "flag",
             "1 if the run ended as planned; 0 if it was interrupted, failed or was killed",
             required=True,
+            # A file of another engine may not say; nor can a replay of it know.
+            unless=("import", "replay"),
         ),
         AttributeSpec("source", "str", "live, replay, import or synthetic", required=True),
         AttributeSpec("record", "str", "record level: ids, scores or scores16"),

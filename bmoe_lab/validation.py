@@ -53,7 +53,7 @@ def check_attrs(ds: xr.Dataset) -> None:
         )
     for spec in ATTRIBUTES.values():
         if spec.name not in ds.attrs:
-            if spec.required:
+            if spec.required and ds.attrs.get("source") not in spec.unless:
                 raise SchemaError(
                     f"trace must have the attribute {spec.name!r}; got {sorted(ds.attrs)}. "
                     f"It says: {spec.meaning}."
@@ -229,7 +229,7 @@ def _check_cells(ds: xr.Dataset, start: int) -> None:
         "expert_applied",
         "expert_applied must not repeat an expert in a routing, dropped slots left out",
     )
-    if int(ds.attrs["lossless"]) == 1:
+    if ds.attrs.get("lossless") == 1:
         require(
             applied == chosen,
             "expert_applied",

@@ -74,6 +74,8 @@ def run_note(attrs: Mapping[Any, Any]) -> str:
     'lossy: DropCold(frac=0.5); counterfactual (open loop)'
     >>> run_note({"lossless": 1, "complete": 0})
     'lossless; incomplete run'
+    >>> run_note({"schema_version": 1, "source": "import"})
+    'policy unknown'
     """
     notes = []
     if "lossless" in attrs:
@@ -82,6 +84,8 @@ def run_note(attrs: Mapping[Any, Any]) -> str:
         else:
             policy = attrs.get("policy")
             notes.append(f"lossy: {policy}" if policy else "lossy")
+    elif "schema_version" in attrs:
+        notes.append("policy unknown")
     settings = json.loads(attrs.get("session_settings", "{}"))
     width = settings.get("n_expert_used")
     if width is not None and width != attrs.get("n_expert_used_model", width):

@@ -38,15 +38,14 @@ def describe_html(trace: xr.Dataset, *, title: str = "Trace", calls: Sequence[st
     """
     attrs = trace.attrs
     used = np.unique(trace["n_expert_used"].values).tolist()
-    lossless = attrs.get("lossless") == 1
+    mark = {1: "lossless", 0: "LOSSY"}.get(attrs.get("lossless"), "policy unknown")
     n_evaluation = np.unique(trace["batch"].values).size
     rows = {
         "model": f"{attrs.get('model_name', 'unknown')} ({attrs.get('arch', 'unknown')})",
         "tokens": f"{trace.sizes['token']:,} in {n_evaluation:,} evaluations",
         "layers": f"{trace.sizes['layer']}, {attrs.get('n_expert', '?')} experts each, "
         f"{' or '.join(map(str, used))} used",
-        "policy": ("lossless" if lossless else "LOSSY")
-        + (f": {attrs['policy']}" if "policy" in attrs else ""),
+        "policy": mark + (f": {attrs['policy']}" if "policy" in attrs else ""),
         "hit rate": _hit_rate(trace),
         "recorded": f"{attrs.get('source', 'unknown')}, level {attrs.get('record', 'unknown')}",
     }
