@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from bmoe_lab.recording.recover import recover
     from bmoe_lab.run import Run
     from bmoe_lab.session import Session
+    from bmoe_lab.simulation import replay
 
 __all__ = [
     "Run",
@@ -44,6 +45,7 @@ __all__ = [
     "open_trace",
     "plots",
     "recover",
+    "replay",
     "report",
     "residency",
     "routing",
@@ -71,6 +73,7 @@ _HOME = {
     "compare": "bmoe_lab.comparison",
     "open_trace": "bmoe_lab.recording",
     "recover": "bmoe_lab.recording",
+    "replay": "bmoe_lab.simulation",
     "save_trace": "bmoe_lab.recording",
 }
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from numba import njit
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "compiled_for"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,3 +19,16 @@ def compiled(function: F) -> F:
     function's own annotations. Arguments are plain arrays and numbers.
     """
     return cast(F, njit(cache=True, nogil=True)(function))
+
+
+def compiled_for(signature: Any) -> Callable[[F], F]:
+    """Compile a function at once, for one signature of numba types.
+
+    For functions that are given kernels as pointers (``numba.types.FunctionType``): compiled once
+    for all of them, where types taken from the arguments would compile once for each.
+    """
+
+    def wrap(function: F) -> F:
+        return cast(F, njit([signature], cache=True, nogil=True)(function))
+
+    return wrap

@@ -257,6 +257,13 @@ VARIABLES: dict[str, VariableSpec] = {
             required=True,
         ),
         VariableSpec(
+            "score_is_softmax",
+            ("layer",),
+            ("uint8",),
+            "1 if router_score is the output of a softmax, 0 if not (logits, sigmoids, biased)",
+            "absent if unknown",
+        ),
+        VariableSpec(
             "turn", ("token",), ("int32",), "chat turn", "never missing", coord=True, required=True
         ),
         VariableSpec(
@@ -365,18 +372,21 @@ ATTRIBUTES: dict[str, AttributeSpec] = {
             "flag",
             "1 if what ran is exactly what the router chose, with its weights",
             required=True,
+            # A file of another engine may not say; nor can a replay of it know.
+            unless=("import", "replay"),
         ),
         AttributeSpec(
             "complete",
             "flag",
             "1 if the run ended as planned; 0 if it was interrupted, failed or was killed",
             required=True,
-            # A file of another engine may not say; nor can a replay of it know.
-            unless=("import", "replay"),
         ),
         AttributeSpec("source", "str", "live, replay, import or synthetic", required=True),
         AttributeSpec("record", "str", "record level: ids, scores or scores16"),
         AttributeSpec("score_exact", "flag", "0 if router_score was rounded to float16"),
+        AttributeSpec("replayed_from", "json", "what a replayed trace said of its own run"),
+        AttributeSpec("replay_settings", "json", "policies and seed that the replay was asked for"),
+        AttributeSpec("replay_totals", "json", "lookups, hits, bytes read, evictions by phase"),
         AttributeSpec(
             "counterfactual", "flag", "1 if a replayed policy could not act on the model"
         ),

@@ -94,6 +94,8 @@ class TraceSpec:
         Attributes known at the start; ``lossless`` is needed.
     state : mapping of str to array
         Residency state that a warm run begins with, kept as ``start_state_*``.
+    score_is_softmax : sequence of int, optional
+        Per layer: whether the scores are the output of a softmax; stored beside scores only.
 
     Raises
     ------
@@ -113,6 +115,7 @@ class TraceSpec:
     record_text: bool = True
     attrs: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    score_is_softmax: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -120,7 +123,14 @@ class TraceSpec:
                 f"level must be one of {list(LEVELS)} to record; got {self.level!r}. "
                 "At level 'off' there is no recorder."
             )
-        for name in ("block", "group", "expert_bytes", "dense_bytes", "n_expert_used"):
+        for name in (
+            "block",
+            "group",
+            "expert_bytes",
+            "dense_bytes",
+            "n_expert_used",
+            "score_is_softmax",
+        ):
             values = getattr(self, name)
             if values is not None and len(values) != self.n_layer:
                 raise SchemaError(
@@ -190,6 +200,9 @@ class TraceSpec:
             "record_text": self.record_text,
             "attrs": clean_attrs(self.attrs),
             "state": {name: _pack(values) for name, values in self.state.items()},
+            "score_is_softmax": None
+            if self.score_is_softmax is None
+            else [int(value) for value in self.score_is_softmax],
         }
 
     @classmethod
@@ -247,6 +260,7 @@ def build_trace(
         "expert_bytes": spec.expert_bytes,
         "dense_bytes": spec.dense_bytes,
         "n_expert_used": spec.n_expert_used,
+        "score_is_softmax": None if spec.level == "ids" else spec.score_is_softmax,
         "block": spec.block,
         "group": spec.group,
     }

@@ -7,13 +7,27 @@ in a batch, so do the rows that it did not change.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError
-from bmoe_lab.kernels import compiled
+from bmoe_lab.routing.applying import (
+    DROPPED,
+    KEPT,
+    REWEIGHTED,
+    SUBSTITUTED,
+    Actions,
+    Ids,
+    Mask,
+    Weights,
+    align_selection,
+    count_missing,
+    drop_slots,
+    first_bad_id,
+    known_sum,
+)
 from bmoe_lab.routing.base import Routing, RoutingPolicy
 from bmoe_lab.routing.counters import Counters
 from bmoe_lab.routing.lossless import Lossless
@@ -34,17 +48,7 @@ __all__ = [
     "strongest",
 ]
 
-Ids = npt.NDArray[np.int32]
-Weights = npt.NDArray[np.float32]
-Actions = npt.NDArray[np.uint8]
-Mask = npt.NDArray[np.bool_]
 A = TypeVar("A", bound=npt.NDArray[Any])
-
-# Values of `Action` in the trace; this package does not depend on the trace's schema.
-KEPT: Final = 0
-DROPPED: Final = 1
-SUBSTITUTED: Final = 2
-REWEIGHTED: Final = 3
 
 
 class Selection(NamedTuple):
@@ -97,131 +101,6 @@ class Weighing(NamedTuple):
         return self.dropped > 0 or self.reweighted > 0
 
 
-# --- kernels ------------------------------------------------------------------------------------
-
-
-@compiled
-def _first_bad_id(ids: npt.NDArray[np.int64], n_expert: int) -> tuple[int, int, int]:
-    """Return (kind, row, slot) of the first id out of range (1) or repeated (2), else (0, 0, 0)."""
-    n_row, width = ids.shape
-    for row in range(n_row):
-        for slot in range(width):
-            if ids[row, slot] < 0 or ids[row, slot] >= n_expert:
-                return 1, row, slot
-            for earlier in range(slot):
-                if ids[row, earlier] == ids[row, slot]:
-                    return 2, row, slot
-    return 0, 0, 0
-
-
-@compiled
-def _align(router_ids: Ids, new_ids: npt.NDArray[np.int64], out: Ids, action: Actions) -> int:
-    """Put each row's newcomers into the slots of those who left; return how many there are."""
-    n_row, width = router_ids.shape
-    n_changed = 0
-    for row in range(n_row):
-        source = 0
-        for slot in range(width):
-            stays = False
-            for other in range(width):
-                if new_ids[row, other] == router_ids[row, slot]:
-                    stays = True
-            if stays:
-                continue
-            newcomer = False
-            while not newcomer:  # as many newcomers as leavers: rows have no repeats
-                newcomer = True
-                for other in range(width):
-                    if router_ids[row, other] == new_ids[row, source]:
-                        newcomer = False
-                source += 1
-            out[row, slot] = new_ids[row, source - 1]
-            action[row, slot] = SUBSTITUTED
-            n_changed += 1
-    return n_changed
-
-
-@compiled
-def _drop(
-    drop: Mask,
-    renormalise: bool,
-    ids: Ids,
-    weights: Weights,
-    out_ids: Ids,
-    out_weights: Weights,
-    action: Actions,
-) -> tuple[int, float]:
-    """Apply a drop mask row by row; rows without a drop are not touched."""
-    n_row, width = ids.shape
-    n_dropped = 0
-    discarded = 0.0
-    for row in range(n_row):
-        n_kept = 0
-        best = -1  # the best of those kept, the first on a tie; NaN loses to any number
-        for slot in range(width):
-            if not drop[row, slot]:
-                n_kept += 1
-                if (
-                    best < 0
-                    or weights[row, slot] > weights[row, best]
-                    or (np.isnan(weights[row, best]) and not np.isnan(weights[row, slot]))
-                ):
-                    best = slot
-        if n_kept == width:
-            continue
-        if n_kept == 0:
-            # A routing is never emptied: its largest weight stays.
-            best = 0
-            for slot in range(1, width):
-                if weights[row, slot] > weights[row, best] or (
-                    np.isnan(weights[row, best]) and not np.isnan(weights[row, slot])
-                ):
-                    best = slot
-        total = 0.0
-        kept = 0.0
-        for slot in range(width):
-            total += weights[row, slot]
-            if slot == best or not drop[row, slot]:
-                kept += weights[row, slot]
-            elif not np.isnan(weights[row, slot]):
-                discarded += weights[row, slot]
-        scale = 1.0
-        if renormalise and kept != 0 and np.isfinite(total / kept):
-            scale = total / kept
-        for slot in range(width):
-            if slot == best or not drop[row, slot]:
-                out_weights[row, slot] = weights[row, slot] * scale
-            else:
-                out_ids[row, slot] = ids[row, best]
-                out_weights[row, slot] = 0.0
-                action[row, slot] = DROPPED
-                n_dropped += 1
-    return n_dropped, discarded
-
-
-@compiled
-def _n_distinct_missing(ids: Ids, resident: Mask) -> int:
-    """Return how many experts a load of `ids` would read."""
-    seen = resident.copy()
-    n_missing = 0
-    for row in range(ids.shape[0]):
-        for slot in range(ids.shape[1]):
-            if not seen[ids[row, slot]]:
-                seen[ids[row, slot]] = True
-                n_missing += 1
-    return n_missing
-
-
-@compiled
-def _known_sum(weights: Weights) -> float:
-    total = 0.0
-    for row in range(weights.shape[0]):
-        for slot in range(weights.shape[1]):
-            if not np.isnan(weights[row, slot]):
-                total += weights[row, slot]
-    return total
-
-
 # --- checks -------------------------------------------------------------------------------------
 
 
@@ -261,7 +140,7 @@ def check_selected(
         # Beyond int64 an id would turn negative: still out of range, but with the wrong number.
         ids = np.minimum(ids, np.uint64(np.iinfo(np.int64).max))
     ids = np.ascontiguousarray(ids, dtype=np.int64)
-    kind, row, slot = _first_bad_id(ids, n_expert)
+    kind, row, slot = first_bad_id(ids, n_expert)
     if kind == 1:
         raise PolicyError(
             f"ids from {policy!r}.select must lie in [0, {n_expert}); got {int(ids[row, slot])} "
@@ -337,7 +216,9 @@ def apply_selection(router_ids: Ids, new_ids: npt.NDArray[np.int64]) -> Selectio
     """
     action = np.zeros(router_ids.shape, dtype=np.uint8)
     ids = np.array(router_ids, dtype=np.int32, order="C")
-    n_changed = _align(np.ascontiguousarray(router_ids, dtype=np.int32), new_ids, ids, action)
+    n_changed = align_selection(
+        np.ascontiguousarray(router_ids, dtype=np.int32), new_ids, ids, action
+    )
     return Selection(ids if n_changed else router_ids, action, n_changed)
 
 
@@ -381,7 +262,7 @@ def apply_weights(
         return Weighing(ids, weights, action, 0, 0, 0.0)
     new_ids = np.array(ids, dtype=np.int32, order="C")
     new_weights = np.array(weights, dtype=np.float32, order="C")
-    n_dropped, discarded = _drop(
+    n_dropped, discarded = drop_slots(
         result.astype(np.bool_, copy=False),
         renormalise,
         np.ascontiguousarray(ids, dtype=np.int32),
@@ -578,7 +459,7 @@ class Engine:
         counters = self.counters
         if not self.selects:
             self._count_examined(routing)
-        counters.weight_total += _known_sum(np.ascontiguousarray(routing.weights))
+        counters.weight_total += known_sum(np.ascontiguousarray(routing.weights))
         if weighing is None or not weighing.changed:
             return None
         counters.dropped += weighing.dropped
@@ -599,6 +480,6 @@ class Engine:
         self.counters.eligible += n_row * max(width - self.policy.pinned, 0)
 
     def _bytes_saved(self, routing: Routing, applied: Ids) -> int:
-        before = _n_distinct_missing(np.ascontiguousarray(routing.ids), routing.resident)
-        after = _n_distinct_missing(np.ascontiguousarray(applied), routing.resident)
+        before = count_missing(np.ascontiguousarray(routing.ids), routing.resident)
+        after = count_missing(np.ascontiguousarray(applied), routing.resident)
         return (before - after) * routing.expert_bytes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 from collections.abc import Callable
@@ -17,6 +15,7 @@ import numpy as np
 from bmoe_lab import schema
 from bmoe_lab._version import __version__
 from bmoe_lab.errors import BmoeLabError, SchemaError, TraceFileError
+from bmoe_lab.policy_settings import policy_settings
 from bmoe_lab.run import Run, Summary
 from bmoe_lab.runtime.account import PhaseTotals, RunAccount
 from bmoe_lab.runtime.loops import Outcome, TextStream
@@ -108,6 +107,7 @@ def _recorder(live: LiveModel, request: RunRequest) -> Recorder:
         record_text=request.record_text,
         attrs=_attrs(live, request, policy),
         state=state,
+        score_is_softmax=[int(x.score_kind == "softmax") for x in layers],
     )
     return Recorder(spec, Journal.create(spec, save=request.save))
 
@@ -124,12 +124,7 @@ def _attrs(live: LiveModel, request: RunRequest, policy: RoutingPolicy | None) -
         "cold_turns": request.asked["kind"] == "score" and not request.warm,
         "cache_budget_bytes": live.cache_budget,
         "policy": repr(policy) if policy is not None else "Lossless()",
-        "policy_settings": {
-            "name": type(policy).__name__ if policy is not None else "Lossless",
-            "params": {name: _plain(value) for name, value in policy.get_params().items()}
-            if policy is not None
-            else {},
-        },
+        "policy_settings": policy_settings(policy),
         "residency_policy": repr(live.residency_policy),
         "session_settings": {
             **live.context.numerics,
@@ -160,20 +155,6 @@ def _attrs(live: LiveModel, request: RunRequest, policy: RoutingPolicy | None) -
         "llama_cpp_commit": versions["ggml_commit"],
     }
     return schema.clean_attrs(attrs)
-
-
-def _plain(value: Any) -> Any:
-    """Return a policy's parameter as JSON holds it: arrays by shape and SHA-256, else its repr."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, np.ndarray):
-        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
-        return {"shape": list(value.shape), "dtype": str(value.dtype), "sha256": digest}
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return repr(value)
-    return value
 
 
 def _machine() -> dict[str, Any]:

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
 
-from bmoe_lab import schema
-from bmoe_lab._version import __version__
 from bmoe_lab.errors import PolicyError, PolicyNeverFiredWarning, SchemaError, SettingsError
-from bmoe_lab.metrics.cache import first_of_load
-from bmoe_lab.policy_settings import policy_settings
 from bmoe_lab.residency import ResidencyPolicy, ResidencyState, token_cycle
 from bmoe_lab.residency import get as residency_class
 from bmoe_lab.residency.base import NO_FUTURE, LoadLog
-from bmoe_lab.routing import Counters, ModelFacts, RoutingPolicy
+from bmoe_lab.routing import ModelFacts, RoutingPolicy
 from bmoe_lab.routing.engine import as_policy
-from bmoe_lab.schema import NO_EXPERT, NOT_ROUTED, STATE_PREFIX, Action, Residency
-from bmoe_lab.simulation.coupled import Routed, RoutedRows, run_coupled
-from bmoe_lab.simulation.stream import PHASE_NAMES, LoadStream, cache_facts, load_stream
-from bmoe_lab.sizes import parse_size
+from bmoe_lab.schema import STATE_PREFIX, Action, Residency
+from bmoe_lab.simulation.coupled import run_coupled
+from bmoe_lab.simulation.replayed_trace import RECORDED, replayed_trace
+from bmoe_lab.simulation.routed import Routed, RoutedRows
+from bmoe_lab.simulation.stream import LoadStream, cache_facts, load_stream
 
 __all__ = ["RECORDED", "as_residency", "replay", "serve_stream"]
-
-RECORDED = "recorded"
-
-# What a trace says of the run that recorded it, not of a replay.
-_OF_THE_RUN = frozenset(
-    {"session_settings", "run_settings", "machine", "start_time", "ended_by", "journal_note",
-     "llama_cpp_python_version", "llama_cpp_commit", "instrumented", "record"}
-)  # fmt: skip
-_OF_THE_POLICY = frozenset({"policy", "policy_settings", "policy_fired", "policy_counters"})
 
 
 def replay(
@@ -110,6 +97,7 @@ def replay(
 
     Examples
     --------
+    >>> import json
     >>> import bmoe_lab as bl
     >>> trace = bl.testing.make_trace(n_token=32, n_layer=2, seed=0)
     >>> again = replay(trace, residency=bl.residency.LRU("300 KiB"))
@@ -130,6 +118,7 @@ def replay(
                 f"budget must be left out where the recorded residency stands; got {budget!r}."
             )
     cache = None if static else as_residency(residency, budget)
+    routed: Routed | None = None
     if routing is None:
         assert cache is not None
         stream = load_stream(trace)
@@ -139,8 +128,6 @@ def replay(
             log = _serve_around_dropped(trace, stream, state, dropped)
         else:
             log = serve_stream(stream, cache, state)
-        routed = None
-        fields = _cache_fields(trace, stream, log)
     else:
         policy = as_policy(routing)
         _check_scores(trace, policy)
@@ -148,17 +135,15 @@ def replay(
         _check_pair(policy, cache, static)
         rows = _routed_rows(trace, static=static, needs_scores="scores" in policy.needs)
         stream = rows.stream
-        state, warm = (None, False) if cache is None else _start_state(trace, cache, start)
-        routed = run_coupled(rows, policy, state, seed=seed)
+        held: ResidencyState | None = None
+        warm = False
+        if cache is not None:
+            held, warm = _start_state(trace, cache, start)
+        routed = run_coupled(rows, policy, held, seed=seed)
         log = routed.log
-        fields = _routed_fields(trace, rows, routed)
-    attrs = _attrs(trace, cache, routing, warm=warm, seed=seed)
-    if routed is not None:
-        attrs |= _policy_attrs(routed.counters, lossless=routing is None or policy.lossless)
-    result = _dataset(trace, fields, attrs, routing=routing is not None, cache=cache, warm=warm)
-    if cache is not None:
-        result = result.assign(_costs(trace, stream, log))
-    result.attrs["replay_totals"] = json.dumps(_totals(result))
+    result = replayed_trace(
+        trace, stream, log, cache=cache, routing=routing, routed=routed, warm=warm, seed=seed
+    )
     if routed is not None and not policy.lossless and not routed.counters.fired:
         warnings.warn(
             f"{routing!r} changed nothing in this replay: it looked at "
@@ -365,7 +350,7 @@ def _routed_rows(trace: xr.Dataset, *, static: bool, needs_scores: bool) -> Rout
         raise SchemaError(
             f"every routing of layer {int(stream.layer[load])} must fill its "
             f"{int(used[stream.layer[load]])} slots; got {int(sizes[load])} rows in the evaluation "
-            f"that begins at token {int(stream.token[load])}. A routing policy needs whole routings."
+            f"that begins at token {int(stream.token[load])}. Routing policies need whole routings."
         )
     per_row = np.repeat(used[stream.layer], sizes)
     # The first row of each routing: widths are even within a load.
@@ -396,7 +381,9 @@ def _routed_rows(trace: xr.Dataset, *, static: bool, needs_scores: bool) -> Rout
                 "trace must have been streamed for residency='recorded'; got rows that were not "
                 "(residency = not_streamed). Pass a residency policy instead."
             )
-        recorded = ((found == Residency.hit) | (found == Residency.hit_speculative)).astype(np.uint8)
+        recorded = ((found == Residency.hit) | (found == Residency.hit_speculative)).astype(
+            np.uint8
+        )
     position = (
         np.asarray(trace["position"].values, dtype=np.int32)
         if "position" in trace.variables
@@ -417,143 +404,3 @@ def _routed_rows(trace: xr.Dataset, *, static: bool, needs_scores: bool) -> Rout
         width=used,
         recorded=recorded,
     )
-
-
-# --- the resulting trace ------------------------------------------------------------------------
-
-
-def _scattered(like: xr.DataArray, cells: Any, values: Any, fill: Any, dtype: Any) -> Any:
-    flat = np.full(like.size, fill, dtype)
-    flat[cells] = values
-    return flat.reshape(like.shape)
-
-
-def _cache_fields(trace: xr.Dataset, stream: LoadStream, log: LoadLog) -> dict[str, Any]:
-    like = trace["expert_applied"]
-    size = np.asarray(trace["expert_bytes"].values, dtype=np.int64)
-    return {
-        "residency": _scattered(like, stream.cells, log.residency, NOT_ROUTED, np.uint8),
-        "read_bytes": _scattered(
-            like, stream.cells, log.first * size[stream.per_row(stream.layer)], 0, np.uint32
-        ),
-    }
-
-
-def _routed_fields(trace: xr.Dataset, rows: RoutedRows, routed: Routed) -> dict[str, Any]:
-    like, cells = trace["expert_chosen"], rows.stream.cells
-    size = rows.expert_bytes[rows.stream.per_row(rows.stream.layer)]
-    fields = {
-        "expert_applied": _scattered(like, cells, routed.expert, NO_EXPERT, np.int16),
-        "action": _scattered(like, cells, routed.action, NOT_ROUTED, np.uint8),
-        "residency": _scattered(like, cells, routed.log.residency, NOT_ROUTED, np.uint8),
-        "read_bytes": _scattered(like, cells, routed.log.first * size, 0, np.uint32),
-    }
-    if rows.weights is not None:
-        fields["weight_applied"] = _scattered(like, cells, routed.weight, np.nan, np.float32)
-    return fields
-
-
-def _dataset(
-    trace: xr.Dataset,
-    fields: dict[str, Any],
-    attrs: dict[str, Any],
-    *,
-    routing: bool,
-    cache: ResidencyPolicy | None,
-    warm: bool,
-) -> xr.Dataset:
-    dims = ("token", "layer", "slot")
-    gone = [
-        name
-        for name, variable in trace.variables.items()
-        if name in schema.COSTS
-        or (str(name).startswith(STATE_PREFIX) and not warm)
-        # Costs of any name: per evaluation, on its first token.
-        or (variable.dims == ("token",) and variable.dtype == np.float64)
-    ]
-    if routing:
-        # What the model would have said after another expert, nobody knows.
-        gone += [name for name in ("logprob",) if name in trace.variables]
-    result = trace.drop_vars(gone)
-    result = result.assign(
-        {
-            name: xr.Variable(dims, values, schema.variable_attrs(name))
-            for name, values in fields.items()
-        }
-    )
-    result.attrs = schema.clean_attrs(attrs)
-    return result
-
-
-def _costs(trace: xr.Dataset, stream: LoadStream, log: LoadLog) -> dict[str, xr.Variable]:
-    evictions = np.full(trace.sizes["token"], np.nan)
-    held = np.full(trace.sizes["token"], np.nan)
-    last = np.flatnonzero(np.append(stream.token[1:] != stream.token[:-1], True))
-    first = np.append(0, last[:-1] + 1)
-    evictions[stream.token[first]] = np.add.reduceat(log.evictions, first)
-    held[stream.token[last]] = log.resident_bytes[last]
-    return {
-        name: xr.Variable(("token",), values, schema.cost_attrs(name))
-        for name, values in (("evictions", evictions), ("cache_resident_bytes", held))
-    }
-
-
-def _attrs(
-    trace: xr.Dataset,
-    cache: ResidencyPolicy | None,
-    routing: RoutingPolicy | None,
-    *,
-    warm: bool,
-    seed: int,
-) -> dict[str, Any]:
-    attrs = {name: value for name, value in trace.attrs.items() if name not in _OF_THE_RUN}
-    told = ("source", "residency_policy", "cache_budget_bytes", "cache_start", "policy", "lossless")
-    attrs["replayed_from"] = {name: trace.attrs[name] for name in told if name in trace.attrs}
-    attrs["source"] = "replay"
-    attrs["bmoe_lab_version"] = __version__
-    attrs["replay_settings"] = {
-        "residency": RECORDED if cache is None else repr(cache),
-        "routing": None if routing is None else repr(routing),
-        "seed": seed,
-    }
-    if cache is not None:
-        attrs["residency_policy"] = repr(cache)
-        attrs["cache_budget_bytes"] = cache.budget_bytes
-        attrs["cache_start"] = "warm" if warm else "cold"
-    if routing is not None:
-        for name in _OF_THE_POLICY:
-            attrs.pop(name, None)
-        attrs["policy"] = repr(routing)
-        attrs["policy_settings"] = policy_settings(routing)
-        attrs["counterfactual"] = not routing.lossless
-        attrs["lossless"] = routing.lossless
-        attrs["seed"] = seed
-    return attrs
-
-
-def _policy_attrs(counters: Counters, *, lossless: bool) -> dict[str, Any]:
-    if lossless:
-        return {}
-    return {"policy_fired": counters.fired, "policy_counters": counters.to_dict()}
-
-
-def _totals(trace: xr.Dataset) -> dict[str, dict[str, int]]:
-    """Return lookups, hits, read bytes and evictions of each phase that occurs."""
-    lookup = first_of_load(trace).values
-    residency = np.asarray(trace["residency"].values)
-    hit = lookup & ((residency == Residency.hit) | (residency == Residency.hit_speculative))
-    phase = np.asarray(trace["phase"].values)
-    read = np.asarray(trace["read_bytes"].values)
-    totals = {}
-    for number, name in PHASE_NAMES.items():
-        rows = phase == number
-        if not rows.any():
-            continue
-        totals[name] = {
-            "lookups": int(lookup[rows].sum()),
-            "hits": int(hit[rows].sum()),
-            "read_bytes": int(read[rows].sum(dtype=np.int64)),
-        }
-        if "evictions" in trace.variables:
-            totals[name]["evictions"] = int(np.nansum(trace["evictions"].values[rows]))
-    return totals

@@ -51,6 +51,9 @@ def spec_of(trace: xr.Dataset, *, record_text: bool = True) -> TraceSpec:
         n_expert_used=trace["n_expert_used"].values,
         level=str(trace.attrs["record"]),
         record_text=record_text,
+        score_is_softmax=trace["score_is_softmax"].values.tolist()
+        if "score_is_softmax" in trace
+        else None,
         attrs={name: value for name, value in trace.attrs.items() if name not in _OWN_ATTRS},
     )
 

@@ -132,6 +132,7 @@ def make_trace(
         kept = np.where(routed[:, :, None], probability, np.float32(np.nan))
         dtype = np.float16 if scores == "float16" else np.float32
         data["router_score"] = (("token", "layer", "expert"), kept.astype(dtype))
+        data["score_is_softmax"] = ("layer", np.ones(n_layer, dtype=np.uint8))
     logprob = -rng.gamma(1.5, 1.5, n_token).astype(np.float32)
     data["logprob"] = (per_token, np.where(phase == Phase.decode, logprob, np.float32(np.nan)))
     data["expert_bytes"] = ("layer", layer_bytes)
