@@ -29,7 +29,8 @@ def parse_routing(text: str) -> Any:
     UnknownNameError
         If there is no such policy.
     SettingsError
-        If the text is not a call with literal values, or the parameters do not fit.
+        If the text is not a call with literal values, the parameters do not fit, or one of them is
+        an array.
 
     Examples
     --------
@@ -58,4 +59,13 @@ def _parse(text: str, classes: Mapping[str, type[T]], kind: str) -> T:
         kwargs = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
         return classes[call.func.id](*args, **kwargs)
     except (ValueError, TypeError) as error:
-        raise SettingsError(f"{rule}, with plain values; got {text!r}: {error}.") from error
+        # literal_eval names its own parse tree, which tells a reader nothing.
+        reason = str(error) if isinstance(error, TypeError) else "something in it is not plain"
+        arrays = sorted(getattr(classes[call.func.id], "array_parameters", ()))
+        hint = (
+            f" An array ({', '.join(arrays)}) cannot be written as text: make this "
+            f"{call.func.id} in Python."
+            if arrays
+            else ""
+        )
+        raise SettingsError(f"{rule}, with plain values; got {text!r}: {reason}.{hint}") from error

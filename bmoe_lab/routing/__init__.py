@@ -4,34 +4,65 @@ from __future__ import annotations
 
 from bmoe_lab.errors import unknown_name
 from bmoe_lab.routing.base import ModelFacts, Routing, RoutingPolicy
+from bmoe_lab.routing.buddy import Buddy
 from bmoe_lab.routing.cache_prior import CachePrior
 from bmoe_lab.routing.counters import Counters
+from bmoe_lab.routing.cum_sum import CumSum
+from bmoe_lab.routing.drop_below import DropBelow
 from bmoe_lab.routing.drop_cold import DropCold
 from bmoe_lab.routing.engine import Engine
 from bmoe_lab.routing.fewer_experts import FewerExperts
 from bmoe_lab.routing.lossless import Lossless
+from bmoe_lab.routing.max_rank import MaxRank
 from bmoe_lab.routing.random_drop import RandomDrop
 from bmoe_lab.routing.random_substitute import RandomSubstitute
+from bmoe_lab.routing.ratio_skip import RatioSkip
+from bmoe_lab.routing.resident_only import ResidentOnly
+from bmoe_lab.routing.sensitivity_skip import SensitivitySkip
+from bmoe_lab.routing.top_p import TopP
 
 __all__ = [
+    "Buddy",
     "CachePrior",
     "Counters",
+    "CumSum",
+    "DropBelow",
     "DropCold",
     "Engine",
     "FewerExperts",
     "Lossless",
+    "MaxRank",
     "ModelFacts",
     "RandomDrop",
     "RandomSubstitute",
+    "RatioSkip",
+    "ResidentOnly",
     "Routing",
     "RoutingPolicy",
+    "SensitivitySkip",
+    "TopP",
     "get",
     "names",
 ]
 
 _REGISTRY: dict[str, type[RoutingPolicy]] = {
     policy.name: policy
-    for policy in (Lossless, FewerExperts, DropCold, CachePrior, RandomDrop, RandomSubstitute)
+    for policy in (
+        Lossless,
+        FewerExperts,
+        DropCold,
+        DropBelow,
+        RatioSkip,
+        SensitivitySkip,
+        TopP,
+        CachePrior,
+        MaxRank,
+        CumSum,
+        Buddy,
+        ResidentOnly,
+        RandomDrop,
+        RandomSubstitute,
+    )
 }
 
 
