@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bmoe_lab.errors import unknown_name
+from bmoe_lab.residency.arc import ARC
 from bmoe_lab.residency.base import (
     KernelState,
     Load,
@@ -10,20 +11,43 @@ from bmoe_lab.residency.base import (
     ResidencyState,
     token_cycle,
 )
+from bmoe_lab.residency.clock import Clock
+from bmoe_lab.residency.fifo import FIFO
 from bmoe_lab.residency.lru import LRU
+from bmoe_lab.residency.s3fifo import S3FIFO
+from bmoe_lab.residency.sieve import SIEVE
+from bmoe_lab.residency.slru import SLRU
+from bmoe_lab.residency.w_tinylfu import WTinyLFU
 
 __all__ = [
+    "ARC",
+    "FIFO",
     "LRU",
+    "S3FIFO",
+    "SIEVE",
+    "SLRU",
+    "Clock",
     "KernelState",
     "Load",
     "ResidencyPolicy",
     "ResidencyState",
+    "WTinyLFU",
     "get",
     "names",
     "token_cycle",
 ]
 
-_REGISTRY: dict[str, type[ResidencyPolicy]] = {policy.name: policy for policy in (LRU,)}
+_POLICIES: tuple[type[ResidencyPolicy], ...] = (
+    LRU,
+    FIFO,
+    Clock,
+    SLRU,
+    ARC,
+    S3FIFO,
+    SIEVE,
+    WTinyLFU,
+)
+_REGISTRY: dict[str, type[ResidencyPolicy]] = {policy.name: policy for policy in _POLICIES}
 
 
 def names() -> list[str]:
@@ -31,8 +55,8 @@ def names() -> list[str]:
 
     Examples
     --------
-    >>> names()
-    ['lru']
+    >>> "lru" in names(), "w_tinylfu" in names()
+    (True, True)
     """
     return sorted(_REGISTRY)
 

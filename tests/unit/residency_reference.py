@@ -7,6 +7,7 @@ kernel. A policy says in plain lists and dicts what it remembers and whom it giv
 from __future__ import annotations
 
 from collections import OrderedDict
+from fractions import Fraction
 from itertools import chain
 from typing import NamedTuple
 
@@ -148,6 +149,296 @@ class ReferenceFIFO(Reference):
 
     def drop(self, key):
         self.queue.remove(key)
+
+
+class ReferenceClock(Reference):
+    def begin(self):
+        self.queue = []  # the hand points at the first
+        self.used = set()
+
+    def hit(self, key):
+        self.used.add(key)
+
+    def victim(self, protected):
+        while True:
+            key = next(key for key in self.queue if key not in protected)
+            self.queue.remove(key)
+            if key not in self.used:
+                return key
+            self.used.remove(key)
+            self.queue.append(key)
+
+    def admit(self, key):
+        self.queue.append(key)
+
+    def drop(self, key):
+        self.queue.remove(key)
+        self.used.discard(key)
+
+
+class ReferenceSIEVE(Reference):
+    def begin(self):
+        self.queue = []  # oldest first
+        self.used = set()
+        self.hand = None  # a key; None means the oldest
+
+    def hit(self, key):
+        self.used.add(key)
+
+    def after(self, key):
+        place = self.queue.index(key) + 1
+        return self.queue[place] if place < len(self.queue) else None
+
+    def victim(self, protected):
+        while True:
+            key = self.queue[0] if self.hand is None else self.hand
+            self.hand = self.after(key)
+            if key in protected:
+                continue
+            if key not in self.used:
+                self.queue.remove(key)
+                return key
+            self.used.remove(key)
+
+    def admit(self, key):
+        self.queue.append(key)
+
+    def drop(self, key):
+        if self.hand == key:
+            self.hand = self.after(key)
+        self.queue.remove(key)
+        self.used.discard(key)
+
+
+class ReferenceSLRU(Reference):
+    protected_frac = Fraction("0.8")
+
+    def begin(self):
+        self.probation = []  # longest unused first
+        self.protected = []
+
+    def hit(self, key):
+        if key in self.probation:
+            self.probation.remove(key)
+        else:
+            self.protected.remove(key)
+        self.protected.append(key)
+        while self.bytes_of(self.protected) > self.budget * self.protected_frac:
+            self.probation.append(self.protected.pop(0))
+
+    def victim(self, protected):
+        key = next(key for key in self.probation + self.protected if key not in protected)
+        self.drop(key)
+        return key
+
+    def admit(self, key):
+        self.probation.append(key)
+
+    def drop(self, key):
+        (self.probation if key in self.probation else self.protected).remove(key)
+
+
+class ReferenceS3FIFO(Reference):
+    small_frac = Fraction("0.1")
+
+    def begin(self):
+        self.small, self.main, self.ghosts = [], [], []  # oldest first
+        self.uses = {}
+
+    def load(self, keys):
+        self.to_main = set()
+        return super().load(keys)
+
+    @property
+    def small_share(self):
+        return int(self.budget * self.small_frac)
+
+    def hit(self, key):
+        self.uses[key] = min(3, self.uses[key] + 1)
+
+    def miss(self, key):
+        if key in self.ghosts:
+            self.ghosts.remove(key)
+            self.to_main.add(key)
+
+    def victim(self, protected):
+        while True:
+            small = [key for key in self.small if key not in protected]
+            main = [key for key in self.main if key not in protected]
+            if small and (self.bytes_of(self.small) >= self.small_share or not main):
+                for key in small:
+                    self.small.remove(key)
+                    if self.uses[key] < 2:
+                        self.remember(key)
+                        return key
+                    self.uses[key] = 0
+                    self.main.append(key)
+            else:
+                while True:
+                    key = next(key for key in self.main if key not in protected)
+                    self.main.remove(key)
+                    if self.uses[key] == 0:
+                        return key
+                    self.uses[key] -= 1
+                    self.main.append(key)
+
+    def remember(self, key):
+        self.ghosts.append(key)
+        while self.bytes_of(self.ghosts) > int(self.budget * (1 - self.small_frac)):
+            self.ghosts.pop(0)
+
+    def admit(self, key):
+        self.uses[key] = 0
+        room = self.evictions > 0 or self.bytes_of(self.small) < self.small_share
+        if key not in self.to_main and room:
+            self.small.append(key)
+        else:
+            self.main.append(key)
+
+    def drop(self, key):
+        (self.small if key in self.small else self.main).remove(key)
+
+
+class ReferenceARC(Reference):
+    """The paper's names: T1, T2 hold what is resident, B1, B2 are ghosts; oldest first."""
+
+    def begin(self):
+        self.t1, self.t2, self.b1, self.b2 = [], [], [], []
+        self.p = 0.0
+
+    def load(self, keys):
+        self.b2_was_asked = False
+        self.to_t2 = set()
+        return super().load(keys)
+
+    def hit(self, key):
+        (self.t1 if key in self.t1 else self.t2).remove(key)
+        self.t2.append(key)
+
+    def miss(self, key):
+        size, b1, b2 = self.key_bytes[key], self.bytes_of(self.b1), self.bytes_of(self.b2)
+        if key in self.b1:
+            if size:
+                self.p = min(self.p + size * max(1.0, b2 / b1), float(self.budget))
+            self.b1.remove(key)
+            self.to_t2.add(key)
+        elif key in self.b2:
+            if size:
+                self.p = max(self.p - size * max(1.0, b1 / b2), 0.0)
+            self.b2.remove(key)
+            self.to_t2.add(key)
+            self.b2_was_asked = True
+
+    def victim(self, protected):
+        t1 = [key for key in self.t1 if key not in protected]
+        t2 = [key for key in self.t2 if key not in protected]
+        held = self.bytes_of(self.t1)
+        if t1 and (held > self.p or (held == self.p and self.b2_was_asked) or not t2):
+            self.t1.remove(t1[0])
+            self.b1.append(t1[0])
+            return t1[0]
+        self.t2.remove(t2[0])
+        self.b2.append(t2[0])
+        return t2[0]
+
+    def admit(self, key):
+        (self.t2 if key in self.to_t2 else self.t1).append(key)
+
+    def served(self, keys):
+        t1, t2 = self.bytes_of(self.t1), self.bytes_of(self.t2)
+        while self.bytes_of(self.b1) and t1 + self.bytes_of(self.b1) > self.budget:
+            self.b1.pop(0)
+        while (
+            self.bytes_of(self.b2)
+            and t1 + t2 + self.bytes_of(self.b1) + self.bytes_of(self.b2) > 2 * self.budget
+        ):
+            self.b2.pop(0)
+
+    def drop(self, key):
+        (self.t1 if key in self.t1 else self.t2).remove(key)
+
+
+class ReferenceWTinyLFU(Reference):
+    window_frac = Fraction("0.01")
+    protected_frac = Fraction("0.8")
+    sample_factor = 10
+
+    def begin(self):
+        self.window, self.probation, self.protected = [], [], []  # longest unused first
+        self.uses = dict.fromkeys(range(len(self.key_bytes)), 0)
+        self.sample = 0
+        total, n_key = sum(self.key_bytes), len(self.key_bytes)
+        n_held = (
+            n_key if self.budget >= total else max(1, int(Fraction(self.budget, total) * n_key))
+        )
+        self.sample_size = self.sample_factor * n_held
+        self.main_share = int(self.budget * (1 - self.window_frac))
+        self.window_share = self.budget - self.main_share
+        self.protected_share = int(self.main_share * self.protected_frac)
+
+    def count(self, key):
+        self.uses[key] += 1
+        self.sample += 1
+        if self.sample >= self.sample_size:
+            self.sample //= 2
+            self.uses = {key: uses // 2 for key, uses in self.uses.items()}
+
+    def hit(self, key):
+        self.count(key)
+        if key in self.window:
+            self.window.remove(key)
+            self.window.append(key)
+            return
+        (self.probation if key in self.probation else self.protected).remove(key)
+        self.protected.append(key)
+        while self.bytes_of(self.protected) > self.protected_share:
+            self.probation.append(self.protected.pop(0))
+
+    def miss(self, key):
+        self.count(key)
+
+    def victim(self, protected):
+        candidates = [key for key in self.window if key not in protected]
+        victims = [key for key in self.probation + self.protected if key not in protected]
+        if not victims:
+            return self.drop(candidates[0])
+        if not candidates or self.bytes_of(self.window) + self.incoming <= self.window_share:
+            return self.drop(victims[0])
+        candidate, victim = candidates[0], victims[0]
+        if self.uses[candidate] <= self.uses[victim]:
+            return self.drop(candidate)
+        self.window.remove(candidate)
+        self.probation.append(candidate)
+        return self.drop(victim)
+
+    def admit(self, key):
+        self.window.append(key)
+
+    def served(self, keys):
+        while self.bytes_of(self.window) > self.window_share:
+            main = self.bytes_of(self.probation + self.protected)
+            if main + self.key_bytes[self.window[0]] > self.main_share:
+                break
+            self.probation.append(self.window.pop(0))
+
+    def drop(self, key):
+        for queue in (self.window, self.probation, self.protected):
+            if key in queue:
+                queue.remove(key)
+        return key
+
+
+#: By the policy's name in the registry.
+REFERENCES = {
+    "lru": ReferenceLRU,
+    "fifo": ReferenceFIFO,
+    "clock": ReferenceClock,
+    "sieve": ReferenceSIEVE,
+    "slru": ReferenceSLRU,
+    "s3fifo": ReferenceS3FIFO,
+    "arc": ReferenceARC,
+    "w_tinylfu": ReferenceWTinyLFU,
+}
 
 
 # --- streams -------------------------------------------------------------------------------------
