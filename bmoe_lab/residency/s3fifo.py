@@ -271,7 +271,7 @@ class S3FIFO(ResidencyPolicy):
     Examples
     --------
     >>> state = S3FIFO().start(key_bytes=[10, 10, 10], budget_bytes=20)
-    >>> for keys in ([0, 1], [0], [2]):
+    >>> for keys in ([0, 1], [0], [0], [2]):
     ...     load = state.load(np.array(keys))
     >>> load.missing, load.victims, state.resident_bytes
     (array([2]), array([1]), 20)
