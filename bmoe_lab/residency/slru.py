@@ -187,7 +187,8 @@ class SLRU(ResidencyPolicy):
         Bytes allowed, as a number or a size such as ``"2 GiB"``. Left out, the session or the
         sweep decides.
     protected_frac : float, default 0.8
-        Share of the budget for experts that were hit at least once. 0 makes it an LRU.
+        Share of the budget for experts that were hit at least once. 0 makes it an LRU, but that
+        hits of a load count before its missing keys.
 
     Notes
     -----

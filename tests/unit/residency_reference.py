@@ -6,7 +6,7 @@ kernel. A policy says in plain lists and dicts what it remembers and whom it giv
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from fractions import Fraction
 from itertools import chain
 from typing import NamedTuple
@@ -34,6 +34,8 @@ class Reference:
         self.evictions = 0
         #: Number of the load being served, from 0.
         self.index = -1
+        #: How often what is worth testing happened, by a name of the policy's choice.
+        self.seen = Counter()
         self.begin()
 
     # --- what a policy fills in ----------------------------------------------------------------
@@ -165,6 +167,7 @@ class ReferenceClock(Reference):
             self.queue.remove(key)
             if key not in self.used:
                 return key
+            self.seen["another round"] += 1
             self.used.remove(key)
             self.queue.append(key)
 
@@ -194,10 +197,12 @@ class ReferenceSIEVE(Reference):
             key = self.queue[0] if self.hand is None else self.hand
             self.hand = self.after(key)
             if key in protected:
+                self.seen["passed over"] += 1
                 continue
             if key not in self.used:
                 self.queue.remove(key)
                 return key
+            self.seen["mark wiped"] += 1
             self.used.remove(key)
 
     def admit(self, key):
@@ -224,10 +229,12 @@ class ReferenceSLRU(Reference):
             self.protected.remove(key)
         self.protected.append(key)
         while self.bytes_of(self.protected) > self.budget * self.protected_frac:
+            self.seen["sent back"] += 1
             self.probation.append(self.protected.pop(0))
 
     def victim(self, protected):
         key = next(key for key in self.probation + self.protected if key not in protected)
+        self.seen["protected gone"] += key in self.protected
         self.drop(key)
         return key
 
@@ -258,6 +265,7 @@ class ReferenceS3FIFO(Reference):
 
     def miss(self, key):
         if key in self.ghosts:
+            self.seen["ghost asked for"] += 1
             self.ghosts.remove(key)
             self.to_main.add(key)
 
@@ -271,6 +279,7 @@ class ReferenceS3FIFO(Reference):
                     if self.uses[key] < 2:
                         self.remember(key)
                         return key
+                    self.seen["small to main"] += 1
                     self.uses[key] = 0
                     self.main.append(key)
             else:
@@ -279,12 +288,14 @@ class ReferenceS3FIFO(Reference):
                     self.main.remove(key)
                     if self.uses[key] == 0:
                         return key
+                    self.seen["main again"] += 1
                     self.uses[key] -= 1
                     self.main.append(key)
 
     def remember(self, key):
         self.ghosts.append(key)
         while self.bytes_of(self.ghosts) > int(self.budget * (1 - self.small_frac)):
+            self.seen["ghost forgotten"] += 1
             self.ghosts.pop(0)
 
     def admit(self, key):
@@ -320,11 +331,13 @@ class ReferenceARC(Reference):
         if key in self.b1:
             if size:
                 self.p = min(self.p + size * max(1.0, b2 / b1), float(self.budget))
+            self.seen["B1 asked for"] += 1
             self.b1.remove(key)
             self.to_t2.add(key)
         elif key in self.b2:
             if size:
                 self.p = max(self.p - size * max(1.0, b1 / b2), 0.0)
+            self.seen["B2 asked for"] += 1
             self.b2.remove(key)
             self.to_t2.add(key)
             self.b2_was_asked = True
@@ -334,9 +347,11 @@ class ReferenceARC(Reference):
         t2 = [key for key in self.t2 if key not in protected]
         held = self.bytes_of(self.t1)
         if t1 and (held > self.p or (held == self.p and self.b2_was_asked) or not t2):
+            self.seen["equal, B2 decides"] += held == self.p and bool(t2)
             self.t1.remove(t1[0])
             self.b1.append(t1[0])
             return t1[0]
+        self.seen["frequent gone"] += bool(t1)
         self.t2.remove(t2[0])
         self.b2.append(t2[0])
         return t2[0]
@@ -347,11 +362,13 @@ class ReferenceARC(Reference):
     def served(self, keys):
         t1, t2 = self.bytes_of(self.t1), self.bytes_of(self.t2)
         while self.bytes_of(self.b1) and t1 + self.bytes_of(self.b1) > self.budget:
+            self.seen["B1 forgotten"] += 1
             self.b1.pop(0)
         while (
             self.bytes_of(self.b2)
             and t1 + t2 + self.bytes_of(self.b1) + self.bytes_of(self.b2) > 2 * self.budget
         ):
+            self.seen["B2 forgotten"] += 1
             self.b2.pop(0)
 
     def drop(self, key):
@@ -380,6 +397,7 @@ class ReferenceWTinyLFU(Reference):
         self.uses[key] += 1
         self.sample += 1
         if self.sample >= self.sample_size:
+            self.seen["halved"] += 1
             self.sample //= 2
             self.uses = {key: uses // 2 for key, uses in self.uses.items()}
 
@@ -406,7 +424,9 @@ class ReferenceWTinyLFU(Reference):
             return self.drop(victims[0])
         candidate, victim = candidates[0], victims[0]
         if self.uses[candidate] <= self.uses[victim]:
+            self.seen["candidate lost"] += 1
             return self.drop(candidate)
+        self.seen["candidate won"] += 1
         self.window.remove(candidate)
         self.probation.append(candidate)
         return self.drop(victim)
