@@ -104,3 +104,21 @@ def test_replay_under_another_policy_differs_from_the_run(demo_case, lossless):
         budget = session.cache_budget_bytes
     again = bl.replay(run.trace, residency=bl.residency.LRU(budget), routing=routing.DropCold(0.9))
     assert (again.action.values != run.trace.action.values).any()
+
+
+@pytest.mark.parametrize("layout", ["biased", "fused", "shared"])
+def test_replay_ranks_scores_as_the_graph_did(tiny_case, layout):
+    """Scores that are no softmax are compared as they are, not as logarithms."""
+    policy = routing.CachePrior(0.4)
+    with open_session(tiny_case(layout), cache=0) as session:
+        cycle = session.token_cycle_bytes
+    with open_session(tiny_case(layout), cache=cycle * 2) as session:
+        run = session.generate(PROMPT[:120], n_predict=24, policy=policy, record="scores")
+        budget = session.cache_budget_bytes
+    assert run.trace.score_is_softmax.values.tolist() == (
+        [int(layout != "biased")] * run.trace.sizes["layer"]
+    )
+    again = bl.replay(run.trace, residency=bl.residency.LRU(budget), routing=policy)
+    for variable in ("expert_applied", "action", "residency", "read_bytes"):
+        np.testing.assert_array_equal(again[variable], run.trace[variable], err_msg=variable)
+    assert run.summary.counters.substituted > 0

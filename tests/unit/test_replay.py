@@ -124,6 +124,23 @@ def test_replay_of_cold_turns_empties_the_cache_at_each(trace, budget):
     assert (whole.residency.values[30] != Residency.hit).all()
 
 
+def test_replay_of_cold_turns_with_routing_empties_the_cache_at_each(trace, budget):
+    parts = trace.copy(deep=True)
+    parts["turn"].values[30:] = 1
+    parts.attrs["cold_turns"] = 1
+
+    class Mine(DropCold):
+        def weigh(self, routing):
+            return self.run_kernel(routing)
+
+    second = parts.isel(token=slice(30, None))
+    for policy in (DropCold(1.0), Mine(1.0)):
+        whole = replay(parts, residency=LRU(budget), routing=policy)
+        alone = replay(second, residency=LRU(budget), routing=policy)
+        for name in (*SLOTS, *CACHE):
+            np.testing.assert_array_equal(whole[name].values[30:], alone[name].values, name)
+
+
 def test_replay_of_warm_run_goes_on_from_its_state(trace, budget):
     state = LRU().start(np.repeat(trace.expert_bytes.values, 16), budget, n_layer=3)
     state.load(np.arange(10))
