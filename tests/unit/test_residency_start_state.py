@@ -170,22 +170,43 @@ def test_a_state_goes_on_under_another_budget(policy, budget):
         assert state.resident_bytes <= max(budget, KEY_BYTES[np.unique(keys)].sum())
 
 
+#: Which queue's keys an array speaks of.
+ABOUT = {"used": "keys", "small_uses": "small", "main_uses": "main"}
+
+
+@st.composite
+def plausible_arrays(draw, policy):
+    """Return arrays that may be a state that nobody ever reached, or have one array damaged."""
+    arrays = policy().start(KEY_BYTES, BUDGET).to_arrays()
+    queues = [name for name in arrays if name in queues_of(policy)]
+    keys = draw(st.permutations(range(20)))
+    edges = sorted(draw(st.lists(st.integers(0, 20), min_size=len(queues), max_size=len(queues))))
+    for name, begin, end in zip(queues, [0, *edges], edges, strict=False):
+        arrays[name] = np.array(keys[begin:end], dtype=np.int64)
+    for name, array in arrays.items():
+        if name in ABOUT:
+            n = arrays[ABOUT[name]].size
+            arrays[name] = np.array(draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)), int)
+        elif name == "uses":
+            counts = st.lists(st.integers(0, 9), min_size=20, max_size=20)
+            arrays[name] = np.array(draw(counts))
+        elif name == "target":
+            arrays[name] = np.array([draw(st.floats(0, 100))])
+        elif name not in queues:
+            arrays[name] = np.array([draw(st.integers(0, 1))], dtype=array.dtype)
+    if draw(st.booleans()):
+        name = draw(st.sampled_from(sorted(arrays)))
+        values = draw(st.lists(st.integers(-1, 20), max_size=4))
+        arrays[name] = np.array(values, dtype=arrays[name].dtype)
+    return arrays
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(data=st.data())
 def test_arrays_of_any_content_are_refused_or_make_a_sound_state(policy, data):
     """An index out of range in a kernel would end the process, not the test."""
-    arrays = policy().start(KEY_BYTES, BUDGET).to_arrays()
-    for name, array in arrays.items():
-        if array.dtype == np.float64:
-            values = st.lists(st.floats(width=64), min_size=1, max_size=1)
-        elif name == "uses" and policy is WTinyLFU:
-            values = st.lists(st.integers(0, 9), min_size=20, max_size=20)
-        elif array.size == 1:
-            values = st.lists(st.integers(-2, 8), min_size=1, max_size=1)
-        else:
-            values = st.lists(st.integers(-1, 20), max_size=4)
-        arrays[name] = np.array(data.draw(values, label=name), dtype=array.dtype)
+    arrays = data.draw(plausible_arrays(policy))
     try:
         state = policy().from_arrays(arrays, KEY_BYTES, BUDGET)
     except PolicyError:
