@@ -217,11 +217,13 @@ class LiveModel:
 
     def _warn_below_cycle(self) -> None:
         if 0 < self.cache_budget < self.token_cycle:
+            policy = self.residency_policy
+            rest = "" if isinstance(policy, LRU) else f"; what {policy!r} keeps longer may hit"
             warnings.warn(
                 f"cache of {format_size(self.cache_budget)} is below one token cycle of "
                 f"{format_size(self.token_cycle)} (sum over layers of expert bytes x experts "
                 "used): an LRU cache evicts every expert before it is used again, so it hits "
-                "nothing. Give more, or switch the cache off with cache=0.",
+                f"nothing{rest}. Give more, or switch the cache off with cache=0.",
                 CacheBelowCycleWarning,
                 stacklevel=2,
             )

@@ -46,8 +46,12 @@ def session(request, case):
         yield session
 
 
-def replay(trace, budget):
-    """Return residency, read bytes and evictions (by batch) that LRU gives for the ids that ran."""
+def replay(trace, budget, policy=None):
+    """Return residency, read bytes and evictions (by batch) that a cache gives for what ran.
+
+    The cache is an LRU unless `policy` is given.
+    """
+    policy = LRU() if policy is None else policy
     n_layer, n_expert = trace.sizes["layer"], int(trace.attrs["n_expert"])
     expert_bytes = trace.expert_bytes.values
     key_bytes = np.repeat(expert_bytes, n_expert)
@@ -59,9 +63,9 @@ def replay(trace, budget):
     warm = trace.attrs["cache_start"] == "warm"
     assert bool(start) == warm
     state = (
-        LRU().from_arrays(start, key_bytes, budget, n_layer=n_layer)
+        policy.from_arrays(start, key_bytes, budget, n_layer=n_layer)
         if warm
-        else LRU().start(key_bytes, budget, n_layer=n_layer)
+        else policy.start(key_bytes, budget, n_layer=n_layer)
     )
     # Windows of a cold score are independent of each other.
     cold_windows = not warm and json.loads(trace.attrs["run_settings"])["kind"] == "score"
@@ -93,9 +97,9 @@ def replay(trace, budget):
     return residency, read_bytes, evictions
 
 
-def assert_replays(run, budget):
+def assert_replays(run, budget, policy=None):
     trace = run.trace
-    residency, read_bytes, evictions = replay(trace, budget)
+    residency, read_bytes, evictions = replay(trace, budget, policy)
     np.testing.assert_array_equal(residency, trace.residency.values)
     np.testing.assert_array_equal(read_bytes, trace.read_bytes.values)
     first = np.flatnonzero(~np.isnan(trace.evictions.values))

@@ -1,0 +1,83 @@
+"""Live equals replay: every residency policy that can run live, row for row, cold and warm."""
+
+import json
+
+import numpy as np
+import pytest
+
+import bmoe_lab as bl
+from bmoe_lab import residency
+from bmoe_lab.routing import DropCold
+from bmoe_lab.schema import STATE_PREFIX, Phase, Residency
+from tests.gates.harness import open_session
+from tests.gates.test_replay import assert_replays
+
+pytestmark = [
+    pytest.mark.gate,
+    pytest.mark.filterwarnings("ignore::bmoe_lab.errors.CacheBelowCycleWarning"),
+]
+
+PROMPT = "And it came to pass in those days, that there went out a decree from the king. " * 8
+#: Token cycles: one budget below all that a token needs, one that keeps what is popular.
+BUDGETS = (0.6, 2.0)
+ONLINE = [name for name in residency.names() if residency.get(name).online]
+
+
+@pytest.fixture(scope="module")
+def cycle(demo_case):
+    with open_session(demo_case, cache=0) as session:
+        return session.token_cycle_bytes
+
+
+def assert_package_replays(trace, policy):
+    again = bl.replay(trace, residency=policy)
+    for name in ("residency", "read_bytes", "expert_applied", "action"):
+        np.testing.assert_array_equal(again[name].values, trace[name].values, err_msg=name)
+    np.testing.assert_array_equal(again["evictions"].values, trace["evictions"].values)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", ONLINE)
+def test_replay_of_live_runs_cold_then_warm_equals_recorded(
+    demo_case, cycle, tmp_path, name, budget
+):
+    policy = residency.get(name)(int(cycle * budget))
+    with open_session(demo_case, cache=policy) as session:
+        assert session.info()["residency_policy"] == repr(policy)
+        cold = session.generate(PROMPT[:280], n_predict=16)
+        warm = session.generate(PROMPT[:40], n_predict=8, start="warm", save=tmp_path / "warm.zarr")
+        lossy = session.generate(PROMPT[:40], n_predict=8, start="warm", policy=DropCold(1.0))
+    for run in (cold, warm, lossy):
+        assert_replays(run, policy.budget_bytes, policy)
+        assert run.trace.attrs["residency_policy"] == repr(policy)
+    assert (cold.trace.phase.values == Phase.prefill).sum() > 2 * 32  # several micro-batches
+    assert cold.summary.decode.evictions > 0
+    if budget > 1:
+        assert (cold.trace.residency.values == Residency.hit).any()
+        assert cold.summary.decode.hits > 0
+    assert_package_replays(cold.trace, policy)
+
+    # The state that a warm run began with survives the file.
+    stored = bl.open_trace(tmp_path / "warm.zarr")
+    states = {str(v) for v in stored.variables if str(v).startswith(STATE_PREFIX)}
+    assert states
+    for variable in states:
+        np.testing.assert_array_equal(stored[variable].values, warm.trace[variable].values)
+        assert stored[variable].dtype == warm.trace[variable].dtype
+    assert_package_replays(stored, policy)
+    assert json.loads(cold.trace.attrs["run_settings"])["kind"] == "generate"
+
+
+def test_session_names_what_a_residency_policy_lacks(demo_case):
+    with pytest.raises(bl.errors.SettingsError, match=r"cache must have a budget; got SIEVE\(\)"):
+        open_session(demo_case, cache=residency.SIEVE())
+    with pytest.raises(bl.errors.PolicyError, match=r"small_frac must be a number in \[0, 1\]"):
+        open_session(demo_case, cache=residency.S3FIFO("2 MiB", small_frac=10))
+
+
+def test_warning_below_one_token_cycle_says_of_whom_it_is_true(demo_case, cycle):
+    with pytest.warns(bl.errors.CacheBelowCycleWarning, match=r"so it hits nothing\. Give more"):
+        open_session(demo_case, cache=residency.LRU(cycle // 2)).close()
+    rest = r"so it hits nothing; what SIEVE\(.*\) keeps longer may hit\. Give more"
+    with pytest.warns(bl.errors.CacheBelowCycleWarning, match=rest):
+        open_session(demo_case, cache=residency.SIEVE(cycle // 2)).close()
