@@ -191,7 +191,7 @@ def _rows_text(ds: xr.Dataset, names: list[str], end: str) -> str:
     for start in range(0, token.size, step):  # texts of a part at a time, not of all rows
         cells = (token[start : start + step], layer[start : start + step])
         columns = [_column_texts(ds, name, cells, n_used, unknown) for name in names]
-        parts += [",".join(row) + end for row in zip(*columns, strict=True)]
+        parts.append("".join(",".join(row) + end for row in zip(*columns, strict=True)))
     return "".join(parts)
 
 

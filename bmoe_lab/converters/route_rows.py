@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bmoe_lab.converters.lines import TextTable, first_true
 from bmoe_lab.converters.route_preamble import Preamble
 from bmoe_lab.errors import SettingsError
-from bmoe_lab.schema import Phase
+from bmoe_lab.schema import NO_EXPERT, Phase
 
 __all__ = ["Cells", "cells_of"]
 
@@ -86,13 +86,11 @@ def cells_of(
     step = rows["step"]
     if unknown.any():
         step = np.where(unknown, step.max() + 1 + _ordinals(rows, evaluation, table), step)
-    if not _each_token_in_one(rows, evaluation, step):
+    first, row_token = _tokens(evaluation, step)
+    if _repeats_a_token(rows, first):
         _check_known_steps(rows, table)
         evaluation = _evaluations_by_step(rows)
-    span = int(step.max()) + 1
-    _, first, row_token = np.unique(
-        evaluation * span + step, return_index=True, return_inverse=True
-    )
+        first, row_token = _tokens(evaluation, step)
     turn, phase = rows["turn"][first], rows["phase"][first]
     fallen = first_true(np.diff(turn, prepend=turn[:1]) < 0)
     if fallen >= 0:
@@ -196,16 +194,19 @@ def _ordinals(rows: Mapping[str, Any], evaluation: Ints, table: TextTable) -> In
     return ordinal
 
 
-def _each_token_in_one(rows: Mapping[str, Any], evaluation: Ints, step: Ints) -> bool:
-    """Return whether no token appears in two evaluations."""
-    known = rows["step"] >= 0
-    if not known.any():
-        return True
-    key = (rows["turn"] * 2 + rows["phase"]) * (int(step.max()) + 1) + step
-    key, evaluation = key[known], evaluation[known]
-    order = np.lexsort((evaluation, key))
-    key, evaluation = key[order], evaluation[order]
-    return not bool(((key[1:] == key[:-1]) & (evaluation[1:] != evaluation[:-1])).any())
+def _tokens(evaluation: Ints, step: Ints) -> tuple[Ints, Ints]:
+    """Return the first row of each token, and the token of each row."""
+    key = evaluation * (int(step.max()) + 1) + step
+    _, first, row_token = np.unique(key, return_index=True, return_inverse=True)
+    return first.astype(np.int64), row_token.astype(np.int64)
+
+
+def _repeats_a_token(rows: Mapping[str, Any], first: Ints) -> bool:
+    """Return whether a token appears in two evaluations, which the engine's order rules out."""
+    step = rows["step"][first]
+    key = (rows["turn"][first] * 2 + rows["phase"][first]) * (int(step.max()) + 2) + step
+    key = key[step >= 0]
+    return bool(np.unique(key).size < key.size)
 
 
 def _check_known_steps(rows: Mapping[str, Any], table: TextTable) -> None:
@@ -242,10 +243,8 @@ def _check_whole(cells: Cells, rows: Mapping[str, Any], table: TextTable, n_used
     n_layer = cells.block.size
     cell = cells.row_token * n_layer + cells.row_layer
     slot = cell * n_used + rows["slot"]
-    order = np.argsort(slot, kind="stable")
-    repeats = order[1:][slot[order][1:] == slot[order][:-1]]
-    if repeats.size:
-        row = int(repeats.min())
+    if np.bincount(slot).max() > 1:
+        row = _first_repeat(slot)
         table.fail(
             "rows must differ in (turn, phase, step, layer, slot)",
             {name: int(rows[name][row]) for name in ("turn", "phase", "step", "layer", "slot")},
@@ -261,11 +260,11 @@ def _check_whole(cells: Cells, rows: Mapping[str, Any], table: TextTable, n_used
             short,
             "The file is cut short or damaged.",
         )
-    expert = cell * (int(rows["expert"].max()) + 1) + rows["expert"]
-    order = np.argsort(expert, kind="stable")
-    repeats = order[1:][expert[order][1:] == expert[order][:-1]]
-    if repeats.size:
-        row = int(repeats.min())
+    ids = np.full(count.size * n_used, NO_EXPERT, dtype=np.int16)
+    ids[slot] = rows["expert"]
+    ids = np.sort(ids.reshape(-1, n_used), axis=-1)
+    if ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any():
+        row = _first_repeat(cell * (int(rows["expert"].max()) + 1) + rows["expert"])
         table.fail(
             "an expert must appear once in a token's layer", int(rows["expert"][row]), row, _DAMAGED
         )
@@ -282,3 +281,9 @@ def _check_whole(cells: Cells, rows: Mapping[str, Any], table: TextTable, n_used
             row,
             "The file is cut short or damaged: a trace holds whole evaluations.",
         )
+
+
+def _first_repeat(key: Ints) -> int:
+    """Return the first row whose key was there before."""
+    order = np.argsort(key, kind="stable")
+    return int(order[1:][key[order][1:] == key[order][:-1]].min())
