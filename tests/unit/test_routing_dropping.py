@@ -235,7 +235,8 @@ def test_ratio_skip_from_trace_takes_each_layers_median():
         [[0.75, 0.25], [0.5, 0.5]],
         [[0.2, 0.8], [np.nan, np.nan]],
         [[0.6, 0.3], [0.8, 0.2]],
-        [[0.9, np.nan], [0.8, 0.4]],
+        [[np.inf, 0.4], [0.8, 0.4]],
+        [[0.9, np.nan], [0.0, 0.0]],
     ]
     policy = RatioSkip.from_trace(ratios_trace(weights), prefill=True)
     # Layer 0: 1/3, 1/4, 1/2; layer 1: 1, 1/4, 1/2. Cells that are not known are left out.
@@ -314,7 +315,9 @@ def test_top_p_keeps_the_largest_wherever_they_stand():
 
 
 def test_top_p_of_one_keeps_a_weight_that_rounding_hides():
-    assert dropped(TopP(1.0), seen([0, 1], weights=[1.0, 1e-30])) == []
+    looked_at = seen([0, 1, 2], weights=[1.0, 1e-30, 1e-31])
+    assert dropped(TopP(1.0), looked_at) == []
+    assert dropped(TopP(1.0, k_max=2), looked_at) == [2]
 
 
 @pytest.mark.parametrize(

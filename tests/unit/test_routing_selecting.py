@@ -305,6 +305,13 @@ def test_cum_sum_looks_as_far_as_the_probability_reaches():
     assert select(CumSum(keep=1, p=0.0), looked_at) is None
 
 
+def test_cum_sum_reaches_a_share_that_is_held_exactly():
+    halves = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.03125, 0.0, 0.0]
+    looked_at = seen([0, 1, 2, 3], scores=halves, resident=[4], kind="softmax")
+    assert select(CumSum(keep=1, p=0.9375), looked_at) is None
+    assert select(CumSum(keep=1, p=0.9376), looked_at) == [0, 1, 2, 4]
+
+
 def test_cum_sum_takes_other_scores_for_logits():
     logits = np.log(np.float32([0.4, 0.2, 0.15, 0.1, 0.06, 0.04, 0.03, 0.02])) + 7
     looked_at = seen([0, 1, 2, 3], scores=logits, resident=[5, 6])
@@ -382,8 +389,8 @@ def test_buddy_touches_only_tokens_whose_choice_is_even():
         looked_at = seen([0, 1, 2, 3], scores=scores, resident=[0, 1, 2, 5], kind=kind)
         assert select(Buddy(table, entropy=entropy - 1e-3), looked_at) == [0, 1, 2, 5]
         assert select(Buddy(table, entropy=entropy + 1e-3), looked_at) is None
-    even = seen([0, 1, 2, 3], scores=[1.0] * 4 + [0.0] * 4, resident=[0, 1, 2, 5])
-    assert select(Buddy(table, entropy=0.999), even) == [0, 1, 2, 5]
+    even = seen([0, 1], scores=[1.0] * 2 + [0.0] * 6, resident=[0, 5])
+    assert select(Buddy(table, entropy=1.0), even) == [0, 5]
 
 
 def test_buddy_needs_scores_only_if_it_looks_at_entropy():
@@ -496,6 +503,13 @@ def test_resident_only_fills_up_where_its_set_is_masked():
     engine.select(seen([0, 1], scores=[5, 5, 0, 0, 0, 0, 0, 0]))
     masked = seen([6, 7], scores=[1, -math.inf, 0, 0, 0, 0, 5, 4])
     assert engine.select(masked).ids.tolist() == [[6, 0]]
+
+
+def test_resident_only_takes_nothing_from_a_softmax_that_has_underflowed():
+    engine = Engine(ResidentOnly(every=1, frac=0.25))
+    zeros = seen([0, 1], scores=[0.0] * 8, kind="softmax")
+    assert engine.select(zeros) is None
+    assert engine.policy.layer_state(1, 8)[0].tolist() == [1, 0] + [0] * 16
 
 
 def test_resident_only_warns_if_its_set_does_not_fit_into_the_cache():
