@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bmoe_lab.converters.lines import TextTable, first_true
 from bmoe_lab.converters.route_preamble import Preamble
 from bmoe_lab.errors import SettingsError
-from bmoe_lab.schema import NO_EXPERT, Phase
+from bmoe_lab.schema import Phase
 
 __all__ = ["Cells", "cells_of"]
 
@@ -163,7 +163,8 @@ def _evaluations(rows: Mapping[str, Any]) -> Ints:
 
 def _evaluations_by_step(rows: Mapping[str, Any]) -> Ints:
     """Return the evaluation of each row: the prompt of a turn, or one step of its decode."""
-    turn, phase, step = rows["turn"], rows["phase"], rows["step"]
+    turn = np.unique(rows["turn"], return_inverse=True)[1]  # small numbers: no overflow
+    phase, step = rows["phase"], rows["step"]
     within = np.where(phase == Phase.decode, step + 1, 0)
     key = (turn * 2 + phase) * (int(step.max()) + 2) + within
     index: Ints = np.unique(key, return_inverse=True)[1].astype(np.int64)
@@ -204,7 +205,8 @@ def _tokens(evaluation: Ints, step: Ints) -> tuple[Ints, Ints]:
 def _repeats_a_token(rows: Mapping[str, Any], first: Ints) -> bool:
     """Return whether a token appears in two evaluations, which the engine's order rules out."""
     step = rows["step"][first]
-    key = (rows["turn"][first] * 2 + rows["phase"][first]) * (int(step.max()) + 2) + step
+    turn = np.unique(rows["turn"][first], return_inverse=True)[1]  # small numbers: no overflow
+    key = (turn * 2 + rows["phase"][first]) * (int(step.max()) + 2) + step
     key = key[step >= 0]
     return bool(np.unique(key).size < key.size)
 
@@ -243,7 +245,9 @@ def _check_whole(cells: Cells, rows: Mapping[str, Any], table: TextTable, n_used
     n_layer = cells.block.size
     cell = cells.row_token * n_layer + cells.row_layer
     slot = cell * n_used + rows["slot"]
-    if np.bincount(slot).max() > 1:
+    count = np.bincount(cell, minlength=cells.turn.size * n_layer)
+    # Sizes come from the file: a slot table is made only when they are known to fit its rows.
+    if count.max() > n_used or ((count[cell] == n_used).all() and np.bincount(slot).max() > 1):
         row = _first_repeat(slot)
         table.fail(
             "rows must differ in (turn, phase, step, layer, slot)",
@@ -251,7 +255,6 @@ def _check_whole(cells: Cells, rows: Mapping[str, Any], table: TextTable, n_used
             row,
             "The same cell was there before. Were two files joined?",
         )
-    count = np.bincount(cell, minlength=cells.turn.size * n_layer)
     short = first_true(count[cell] != n_used)
     if short >= 0:
         table.fail(
@@ -260,10 +263,10 @@ def _check_whole(cells: Cells, rows: Mapping[str, Any], table: TextTable, n_used
             short,
             "The file is cut short or damaged.",
         )
-    ids = np.full(count.size * n_used, NO_EXPERT, dtype=np.int16)
-    ids[slot] = rows["expert"]
-    ids = np.sort(ids.reshape(-1, n_used), axis=-1)
-    if ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any():
+    # Every cell is whole now, so sorted by slot the rows are cell after cell.
+    ids = rows["expert"][np.argsort(slot, kind="stable")].reshape(-1, n_used)
+    ids = np.sort(ids, axis=-1)
+    if (ids[:, 1:] == ids[:, :-1]).any():
         row = _first_repeat(cell * (int(rows["expert"].max()) + 1) + rows["expert"])
         table.fail(
             "an expert must appear once in a token's layer", int(rows["expert"][row]), row, _DAMAGED

@@ -15,6 +15,24 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), m
 
 
 @st.composite
+def damaged(draw, raw: bytes) -> bytes:
+    """Return a file to which something happened: cut, changed, lost or doubled bytes."""
+    data = bytearray(raw)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(data) - 1))
+        kind = draw(st.sampled_from(["cut", "set", "delete", "double"]))
+        if kind == "cut":
+            del data[max(1, at) :]
+        elif kind == "set":
+            data[at] = draw(st.sampled_from(b"0123456789,.-+en\n\r#= \xff"))
+        elif kind == "delete" and len(data) > 1:
+            del data[at]
+        else:
+            data[at:at] = data[at : at + 20]
+    return bytes(data)
+
+
+@st.composite
 def traces(draw, *, dropped: bool = True, n_turn: int = 2, mask: bool = True) -> xr.Dataset:
     """Return a trace of prompts in wide evaluations and of single decoded tokens."""
     n_layer = draw(st.integers(2, 4))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bmoe_lab.converters import from_bigmoeonedge, to_bigmoeonedge
 from bmoe_lab.errors import TraceFormatError
 from bmoe_lab.testing import make_trace
+from tests.unit.converter_traces import damaged
 from tests.unit.test_converters_bigmoeonedge import FILE, TURNS, dropped_file, rows, write
 
 NAMES = (
@@ -227,3 +228,17 @@ def test_metrics_any_numbers_come_back(tmp_path_factory, cells, extra):
     ds = read(folder, text)
     to_bigmoeonedge(ds, folder / "b.csv", metrics=folder / "b.metrics")
     assert (folder / "b.metrics").read_text() == text
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(raw=damaged((V2.format(used=2, frac=0, renorm=1) + wide() + SUMMARY).encode()))
+def test_metrics_any_damage_gives_our_error_or_the_same_file(tmp_path_factory, raw):
+    folder = tmp_path_factory.mktemp("damage")
+    route, beside = write(folder, FILE), folder / "a.metrics"
+    beside.write_bytes(raw)
+    try:
+        ds = from_bigmoeonedge(route, metrics=beside)
+    except TraceFormatError:
+        return
+    to_bigmoeonedge(ds, folder / "b.csv", metrics=folder / "b.metrics")
+    assert (folder / "b.metrics").read_bytes() == raw

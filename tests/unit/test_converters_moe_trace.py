@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from bmoe_lab.converters import from_moe_trace, to_moe_trace
 from bmoe_lab.errors import SettingsError, TraceFormatError
 from bmoe_lab.testing import make_trace
-from tests.unit.converter_traces import traces
+from tests.unit.converter_traces import damaged, traces
 
 # One evaluation of two tokens, of which the last layer routes one, then one token.
 TEXT = """\
@@ -138,3 +138,15 @@ def test_to_moe_trace_refuses_what_the_format_cannot_hold(tmp_path, change, mess
     with pytest.raises(TraceFormatError, match=message):
         to_moe_trace(change(), tmp_path / "a.csv")
     assert list(tmp_path.iterdir()) == []
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(raw=damaged(TEXT.encode()))
+def test_from_moe_trace_any_damage_gives_our_error_or_the_same_file(tmp_path_factory, raw):
+    folder = tmp_path_factory.mktemp("damage")
+    try:
+        ds = read(folder, raw.decode("latin-1"))
+    except TraceFormatError:
+        return
+    again = from_moe_trace(to_moe_trace(ds, folder / "b.csv"), n_expert=4, n_expert_used=2)
+    assert again.identical(ds)
