@@ -400,14 +400,13 @@ def test_from_bigmoeonedge_malformed_file_is_one_clear_error(tmp_path, text, mes
 def test_from_bigmoeonedge_impossible_width_needs_no_memory(tmp_path):
     """The width comes from the file: a table of that size must not be made before it is checked."""
     text = FILE.replace("n_expert=8", "n_expert=32767").replace("used=2", "used=32767")
-    with pytest.raises(TraceFormatError, match="must have n_expert_used = 32767 rows.*got 2"):
+    with pytest.raises(TraceFormatError, match=r"must have n_expert_used = 32767 rows.*got 2"):
         from_bigmoeonedge(write(tmp_path, text))
 
 
 def test_from_bigmoeonedge_largest_numbers_do_not_overflow(tmp_path):
-    text = rows(
-        TURNS.replace("2,0,", "2147483647,0,").replace("2,1,3,", "2147483647,1,2147483647,")
-    )
+    last = TURNS.replace("\n2,", "\n2147483647,")
+    text = rows(last.replace("\n2147483647,1,3,", "\n2147483647,1,2147483647,"))
     ds = from_bigmoeonedge(write(tmp_path, text))
     assert ds.turn.values.tolist() == [0, 0, 2147483647, 2147483647]
     assert ds.position.values.tolist() == [0, 1, 2, 2147483647]
