@@ -42,6 +42,15 @@ def test_readers_refuse_pickles_with_the_reason(tmp_path, reader, name):
 
 
 @pytest.mark.parametrize("reader", READERS)
+def test_readers_refuse_a_pickle_by_its_name_alone(tmp_path, reader):
+    """The oldest protocol is plain text, so only the name tells."""
+    path = tmp_path / "a.pkl"
+    path.write_bytes(pickle.dumps(Bomb(), protocol=0))
+    with pytest.raises(TraceFormatError, match="must not be a pickle"):
+        getattr(converters, reader)(path, **READERS[reader])
+
+
+@pytest.mark.parametrize("reader", READERS)
 def test_readers_refuse_what_cannot_be_a_file(tmp_path, reader):
     read = getattr(converters, reader)
     (tmp_path / "empty").write_bytes(b"")
