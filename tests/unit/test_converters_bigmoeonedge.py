@@ -99,6 +99,8 @@ def test_from_bigmoeonedge_without_proof_of_a_policy_leaves_lossless_out(tmp_pat
     assert run_note(ds.attrs) == "policy unknown"
     assert "policy unknown" in describe_html(ds)
     assert "LOSSY" not in describe_html(ds)
+    page = ds.moe.report(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<span class="mark unknown">policy unknown' in page
 
 
 @pytest.mark.parametrize(
