@@ -17,7 +17,7 @@ from bmoe_lab.routing.base import (
     require_count,
     require_frac,
 )
-from bmoe_lab.routing.ranking import next_best, prefer, read_scores
+from bmoe_lab.routing.ranking import FEW, prefer, rank_first, read_scores
 
 __all__ = ["CumSum"]
 
@@ -45,7 +45,7 @@ def cum_sum(
     score = np.empty(n_expert, np.float64)
     probability = np.empty(n_expert, np.float64)
     slot_of = np.zeros(n_expert, np.int64)  # ties add the same whichever comes first
-    used = np.empty(n_expert, np.bool_)
+    order = np.empty(n_expert, np.int64)
     for row in range(n_row):
         if not read_scores(values, ids, row, score):
             continue
@@ -66,13 +66,16 @@ def cum_sum(
         if mass < 1:
             window = 0
             reached = 0.0
-            used[:] = False
+            n_asked = min(FEW * width, n_expert)
+            n_ranked = rank_first(score, slot_of, n_asked, order)
             while reached < mass * total:
-                best = next_best(score, slot_of, used)
-                if best < 0:
-                    break
-                used[best] = True
-                reached += probability[best]
+                if window == n_ranked:
+                    if n_ranked < n_asked or n_asked == n_expert:
+                        break
+                    n_asked = min(2 * n_asked, n_expert)
+                    n_ranked = rank_first(score, slot_of, n_asked, order)
+                    continue
+                reached += probability[order[window]]
                 window += 1
         if window > width:
             n_changed += prefer(score, ids, row, resident, keep, window, out)

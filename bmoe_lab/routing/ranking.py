@@ -9,7 +9,10 @@ import numpy.typing as npt
 
 from bmoe_lab.kernels import compiled
 
-__all__ = ["choice_shares", "largest", "next_best", "prefer", "read_scores"]
+__all__ = ["FEW", "choice_shares", "largest", "prefer", "rank_first", "read_scores", "slots_of"]
+
+# Ranks looked at first, in routings; doubled until they suffice. Ranking all experts is dear.
+FEW = 2
 
 
 @compiled
@@ -59,25 +62,49 @@ def read_scores(
 
 
 @compiled
-def next_best(
-    score: npt.NDArray[np.float64], slot_of: npt.NDArray[np.int64], used: npt.NDArray[np.bool_]
+def slots_of(ids: npt.NDArray[np.int32], row: int, n_expert: int) -> npt.NDArray[np.int64]:
+    """Return each expert's slot in a row, the width for those that the router did not choose."""
+    slot_of = np.full(n_expert, ids.shape[1], np.int64)
+    for slot in range(ids.shape[1]):
+        slot_of[ids[row, slot]] = slot
+    return slot_of
+
+
+@compiled
+def rank_first(
+    score: npt.NDArray[np.float64],
+    slot_of: npt.NDArray[np.int64],
+    n: int,
+    order: npt.NDArray[np.int64],
 ) -> int:
-    """Return the best expert that is not in `used`, -1 if none has a score.
+    """Write the `n` best experts to `order`, best first; return how many have a score at all.
 
     At a tie the router's own choice stands before the others, in the order of its slots, then the
-    lower id: so the plain ranking begins with what the router chose.
+    lower id: so the ranking begins with what the router chose.
     """
-    best = -1
+    n_ranked = 0
     for expert in range(score.size):
-        if used[expert] or math.isnan(score[expert]):
+        x = score[expert]
+        if math.isnan(x):
             continue
-        if (
-            best < 0
-            or score[expert] > score[best]
-            or (score[expert] == score[best] and slot_of[expert] < slot_of[best])
-        ):
-            best = expert
-    return best
+        if n_ranked == n:
+            last = order[n - 1]
+            if not (x > score[last] or (x == score[last] and slot_of[expert] < slot_of[last])):
+                continue
+            place = n - 1
+        else:
+            place = n_ranked
+            n_ranked += 1
+        while place > 0:
+            before = order[place - 1]
+            if not (
+                x > score[before] or (x == score[before] and slot_of[expert] < slot_of[before])
+            ):
+                break
+            order[place] = before
+            place -= 1
+        order[place] = expert
+    return n_ranked
 
 
 @compiled
@@ -142,48 +169,39 @@ def prefer(
         Ranks.
     """
     width = ids.shape[1]
-    slot_of = np.full(score.size, width, np.int64)
-    for slot in range(width):
-        slot_of[ids[row, slot]] = slot
-    used = np.zeros(score.size, np.bool_)
-    order = np.empty(width, np.int64)
-    passed = np.empty(score.size, np.int64)
-    n_taken = n_passed = rank = 0
-    while rank < window and n_taken < width:
-        best = next_best(score, slot_of, used)
-        if best < 0:
+    n_expert = score.size
+    slot_of = slots_of(ids, row, n_expert)
+    order = np.empty(n_expert, np.int64)
+    chosen = np.empty(width, np.int64)
+    taken = np.zeros(n_expert, np.bool_)
+    window = min(window, n_expert)
+    n_asked = max(width, min(window, FEW * width))
+    n_taken = 0
+    while True:
+        n_ranked = rank_first(score, slot_of, n_asked, order)
+        for rank in range(min(window, n_ranked)):
+            best = order[rank]
+            if n_taken < width and not taken[best] and (rank < keep or preferred[best]):
+                taken[best] = True
+                chosen[n_taken] = best
+                n_taken += 1
+        if n_taken == width or n_asked >= window:
             break
-        used[best] = True
-        rank += 1
-        if rank <= keep or preferred[best]:
-            order[n_taken] = best
+        n_asked = min(window, 2 * n_asked)
+    for rank in range(n_ranked):
+        best = order[rank]
+        if n_taken < width and not taken[best]:
+            taken[best] = True
+            chosen[n_taken] = best
             n_taken += 1
-        else:
-            passed[n_passed] = best
-            n_passed += 1
-    # Those passed over rank before those not seen yet.
-    seen = 0
-    while n_taken < width:
-        if seen < n_passed:
-            best = passed[seen]
-            seen += 1
-        else:
-            best = next_best(score, slot_of, used)
-            used[best] = True
-        order[n_taken] = best
-        n_taken += 1
-    stays = np.zeros(width, np.bool_)
-    for i in range(width):
-        if slot_of[order[i]] < width:
-            stays[slot_of[order[i]]] = True
     n_changed = 0
     source = 0
     for slot in range(width):
-        if stays[slot]:
+        if taken[ids[row, slot]]:
             continue
-        while slot_of[order[source]] < width:
+        while slot_of[chosen[source]] < width:
             source += 1
-        out[row, slot] = order[source]
+        out[row, slot] = chosen[source]
         source += 1
         n_changed += 1
     return n_changed
