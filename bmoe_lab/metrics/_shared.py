@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from bmoe_lab.schema import Action, Phase, Residency
 
 By = Literal["token", "layer", "slot"]
 PhaseName = Literal["all", "prefill", "decode", "draft"]
+Which = Literal["chosen", "applied"]
 
 _DIMS = ("token", "layer", "slot")
 Bools = npt.NDArray[np.bool_]
@@ -72,6 +74,50 @@ def _asked(trace: xr.Dataset) -> Bools:
     return np.asarray(asked & ~_acted(trace, Action.dropped))
 
 
+def _experts(trace: xr.Dataset, which: str) -> npt.NDArray[Any]:
+    """Return the expert of every slot; -1 where none is meant.
+
+    A dropped slot runs a stand-in with weight 0: its applied expert means nothing.
+    """
+    if which not in ("chosen", "applied"):
+        raise unknown_name("which", which, ["applied", "chosen"])
+    counted = _routed(trace)
+    if which == "applied":
+        counted = counted & ~_acted(trace, Action.dropped)
+    expert = _values(trace, f"expert_{which}")
+    return np.where(counted, expert, expert.dtype.type(-1))
+
+
+def _segments(trace: xr.Dataset) -> npt.NDArray[np.int64]:
+    """Return a number per token that changes where one does not follow the one before.
+
+    A token follows if it stands in the same turn at the next position. Without positions the order
+    alone decides.
+    """
+    turn = _values(trace, "turn")
+    if turn.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    breaks = turn[1:] != turn[:-1]
+    if "position" in trace.variables:
+        position = _values(trace, "position").astype(np.int64)
+        breaks |= position[1:] != position[:-1] + 1
+    return np.concatenate(([0], np.cumsum(breaks))).astype(np.int64)
+
+
+def _check_at_least(name: str, value: Any, least: int, meaning: str) -> int:
+    """Return `value` as an int, or refuse it."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or int(value) < least:
+        rule = f"at least {least}" if whole else "a whole number"
+        raise SettingsError(f"{name} must be {rule}; got {value!r}. {meaning}")
+    return int(value)
+
+
+def _check_by(by: object, known: Sequence[str]) -> None:
+    if by is not None and by not in known:
+        raise unknown_name("by", by, known)
+
+
 def _evaluation_starts(trace: xr.Dataset) -> npt.NDArray[np.int64]:
     """Return the first token of every graph evaluation."""
     turn, batch = _values(trace, "turn"), _values(trace, "batch")
@@ -121,14 +167,45 @@ def _ratio(
     phase: str,
     name: str,
     long_name: str,
+    *,
+    rows: Bools | None = None,
+    units: str = "1",
 ) -> xr.DataArray:
     """Return sum over sum; NaN where there is nothing to divide by."""
-    rows = _phase_rows(trace, phase)
+    rows = _phase_rows(trace, phase) if rows is None else rows
     top = _sum(numerator[rows].astype(np.float64), by)
     bottom = _sum(denominator[rows].astype(np.float64), by)
     safe = np.where(bottom == 0, 1.0, bottom)
     values = np.where(bottom == 0, np.nan, top / safe)
-    return _result(trace, values, rows, by, phase, name, long_name, "1")
+    return _result(trace, values, rows, by, phase, name, long_name, units)
+
+
+def _per_token(
+    trace: xr.Dataset,
+    amount: npt.NDArray[Any],
+    by: str | None,
+    phase: str,
+    name: str,
+    long_name: str,
+    units: str,
+) -> xr.DataArray:
+    """Return a sum over slots divided by the tokens of the phase; NaN without a token."""
+    rows = _phase_rows(trace, phase)
+    total = _sum(amount[rows].astype(np.float64), by)
+    if by != "token":
+        total = total / rows.sum() if rows.any() else np.full(np.shape(total), np.nan)
+    return _result(trace, total, rows, by, phase, name, long_name, units)
+
+
+def _evaluation_costs(
+    trace: xr.Dataset, name: str, rows: Bools
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return the cost of every evaluation of `rows`, NaN unknown, beside its number of tokens."""
+    values = _values(trace, name).astype(np.float64)
+    start = _evaluation_starts(trace)
+    size = np.diff(np.append(start, values.size))
+    wanted = rows[start]
+    return values[start][wanted], size[wanted]
 
 
 def _coords(trace: xr.Dataset, dims: tuple[str, ...]) -> dict[str, xr.Variable]:
@@ -155,6 +232,25 @@ def _result(
         np.asarray(values, dtype=np.float64),
         dims=dims,
         coords=_coords(source, dims),
+        name=f"{name}_{phase}",
+        attrs={"units": units, "long_name": f"{long_name} ({phase})"},
+    )
+
+
+def _labelled(
+    values: npt.NDArray[Any],
+    dims: tuple[str, ...],
+    coords: Mapping[str, Any],
+    phase: str,
+    name: str,
+    long_name: str,
+    units: str = "1",
+) -> xr.DataArray:
+    """Return an array of any shape, float64, with the phase in its name."""
+    return xr.DataArray(
+        np.asarray(values, dtype=np.float64),
+        dims=dims,
+        coords=coords,
         name=f"{name}_{phase}",
         attrs={"units": units, "long_name": f"{long_name} ({phase})"},
     )

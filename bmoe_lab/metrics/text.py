@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from bmoe_lab.metrics._shared import PhaseName, _phase_rows, _result, _values
+from bmoe_lab.metrics._shared import (
+    PhaseName,
+    _evaluation_costs,
+    _phase_rows,
+    _result,
+    _values,
+)
 
 __all__ = [
     "decode_speed",
@@ -59,7 +65,7 @@ def decode_speed(trace: xr.Dataset, *, phase: PhaseName = "decode") -> xr.DataAr
     trace : xarray.Dataset
         Reads ``wall_s``, float64 of shape (token,): per evaluation, on its first token.
     phase : {"decode", "prefill", "draft", "all"}, default "decode"
-        Tokens counted.
+        Tokens counted: those of evaluations whose time is known.
 
     Returns
     -------
@@ -73,8 +79,10 @@ def decode_speed(trace: xr.Dataset, *, phase: PhaseName = "decode") -> xr.DataAr
     's-1'
     """
     rows = _phase_rows(trace, phase)
-    seconds = np.nansum(_values(trace, "wall_s")[rows])
-    value = rows.sum() / seconds if seconds > 0 else np.nan
+    seconds, size = _evaluation_costs(trace, "wall_s", rows)
+    known = ~np.isnan(seconds)
+    total = float(seconds[known].sum())
+    value = float(size[known].sum()) / total if total > 0 else np.nan
     return _result(
         trace, np.float64(value), rows, None, phase, "decode_speed", "tokens per second", "s-1"
     )

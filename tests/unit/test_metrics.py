@@ -1,14 +1,9 @@
-"""Metrics against loops that spell the definitions out, and against published figures."""
+"""Hits, reads, policies, router and text against loops that spell the definitions out."""
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
-
 import numpy as np
-import pandas as pd
 import pytest
-import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,42 +11,7 @@ from bmoe_lab import metrics
 from bmoe_lab.errors import SchemaError, SettingsError, UnknownNameError
 from bmoe_lab.schema import Action, Phase, Residency
 from bmoe_lab.testing.traces import make_trace
-
-
-def lookups(trace: xr.Dataset) -> dict[tuple[int, int, int, int], tuple[int, int, int]]:
-    """Return the first row of every distinct expert of a load, row by row."""
-    found: dict[tuple[int, int, int, int], tuple[int, int, int]] = {}
-    n_token, n_layer, n_slot = trace.residency.shape
-    for layer in range(n_layer):
-        for token in range(n_token):
-            for slot in range(n_slot):
-                where = (token, layer, slot)
-                if int(trace.residency[where]) not in (0, 1, 2):
-                    continue
-                if int(trace.action[where]) == Action.dropped:
-                    continue
-                key = (
-                    int(trace.turn[token]),
-                    int(trace.batch[token]),
-                    layer,
-                    int(trace.expert_applied[where]),
-                )
-                found.setdefault(key, where)
-    return found
-
-
-def hand_made() -> xr.Dataset:
-    """Return one prefill of two tokens, then two decoded tokens; one layer, two slots."""
-    trace = make_trace(n_token=4, n_layer=1, n_expert=8, n_used=2, n_prefill=2)
-    trace = trace.copy(deep=True)
-    for name in ("expert_chosen", "expert_applied"):
-        trace[name].values[:, 0] = [[1, 2], [2, 1], [1, 3], [3, 4]]
-    trace["weight_chosen"].values[:, 0] = [[0.6, 0.4], [0.7, 0.3], [0.9, 0.1], [0.5, 0.5]]
-    trace["residency"].values[:, 0] = [[0, 0], [0, 0], [1, 0], [2, 0]]
-    trace["read_bytes"].values[:, 0] = [[10, 10], [0, 0], [0, 10], [0, 10]]
-    trace["action"].values[:, 0] = 0
-    return trace
-
+from tests.unit.metric_traces import hand_made, lookups
 
 # ---------------------------------------------------------------- hit rate
 
@@ -341,80 +301,3 @@ def test_decode_speed_leaves_prefill_out():
     trace = hand_made()
     trace["wall_s"].values[:] = [100.0, np.nan, 0.25, 0.25]
     assert float(metrics.decode_speed(trace)) == 4.0
-
-
-# ---------------------------------------------------------------- published figures
-
-
-def reference_trace(folder: Path, tag: str) -> xr.Dataset:
-    path = folder / "bigmoeonedge" / "2026-07-15-route-trace" / f"{tag}.route.csv"
-    lines = path.read_text().splitlines()
-    body = [line for line in lines if not line.startswith("#")]
-    table = pd.read_csv(io.StringIO("\n".join(body)))
-    n_layer, n_used = int(table.layer.max()) + 1, int(table.slot.max()) + 1
-    steps = np.unique(table.step)
-    shape = (steps.size, n_layer, n_used)
-    where = (np.searchsorted(steps, table.step), table.layer.to_numpy(), table.slot.to_numpy())
-    cells = {}
-    for name, dtype, fill, column in (
-        ("expert_chosen", np.int16, -1, "expert"),
-        ("weight_chosen", np.float32, np.nan, "weight"),
-        ("residency", np.uint8, 255, "residency"),
-        ("read_bytes", np.uint32, 0, "expert_bytes"),
-    ):
-        cells[name] = np.full(shape, fill, dtype)
-        cells[name][where] = table[column]
-    cells["expert_applied"] = cells["expert_chosen"]
-    cells["action"] = np.where(cells["expert_chosen"] < 0, 255, 0).astype(np.uint8)
-    phase = table.groupby("step").phase.first().to_numpy().astype(np.uint8)
-    batch = np.where(phase == 0, 0, np.cumsum(phase)).astype(np.int32)
-    n_expert = next(
-        int(word.split("=")[1])
-        for line in lines
-        for word in line.split()
-        if word.startswith("n_expert=")
-    )
-    return xr.Dataset(
-        {name: (("token", "layer", "slot"), values) for name, values in cells.items()},
-        {
-            "turn": ("token", np.zeros(steps.size, np.int32)),
-            "phase": ("token", phase),
-            "batch": ("token", batch),
-            "position": ("token", steps.astype(np.int32)),
-        },
-        {"n_expert": n_expert},
-    )
-
-
-@pytest.mark.reference_data
-@pytest.mark.parametrize(
-    ("tag", "recorded", "decode", "worst_best", "mib", "lag_1", "lag_8"),
-    [
-        ("qwen", 74.88, 80.29, (57.7, 92.1), 155.77, 38.0, 26.7),
-        ("gemma", 76.78, 81.91, (68.9, 88.2), 123.07, 35.7, 26.1),
-        ("gptoss", 32.41, 44.84, (19.5, 71.1), 500.73, 17.9, 13.1),
-    ],
-)
-def test_metrics_reproduce_published_figures(
-    reference_data, tag, recorded, decode, worst_best, mib, lag_1, lag_8
-):
-    trace = reference_trace(reference_data, tag)
-    assert round(100 * float(metrics.hit_rate(trace, phase="all")), 2) == recorded
-    assert round(100 * float(metrics.hit_rate(trace)), 2) == decode
-    by_layer = 100 * metrics.hit_rate(trace, by="layer")
-    assert (round(float(by_layer.min()), 1), round(float(by_layer.max()), 1)) == worst_best
-    assert round(float(metrics.read_bytes_per_token(trace)) / 2**20, 2) == mib
-    assert round(100 * float(metrics.consecutive_overlap(trace)), 1) == lag_1
-    assert round(100 * float(metrics.consecutive_overlap(trace, lag=8)), 1) == lag_8
-    # The mistake that the definitions warn of would show.
-    assert round(100 * float(metrics.hit_rate(trace, per="routing", phase="all")), 1) in (
-        66.1,
-        66.8,
-        19.6,
-    )
-
-
-@pytest.mark.reference_data
-def test_router_entropy_reproduces_published_figure(reference_data):
-    entropy = metrics.router_entropy(reference_trace(reference_data, "qwen"))
-    assert round(float(entropy) / np.log(2), 3) == 2.493
