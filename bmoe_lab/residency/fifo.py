@@ -19,19 +19,10 @@ from bmoe_lab.residency.base import (
     N_MISSING,
     N_RESIDENT,
     N_VICTIMS,
+    OWN,
     RESIDENT_BYTES,
     KernelState,
     ResidencyPolicy,
-)
-from bmoe_lab.residency.queues import (
-    close_queues,
-    fill_queue,
-    keys_of_queue,
-    n_links,
-    newer,
-    oldest,
-    push_newest,
-    unlink,
 )
 from bmoe_lab.residency.start_state import make_resident, read_queues
 
@@ -41,7 +32,13 @@ Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-_STAMP = 0  # column of the table: 2 * generation of the last use, + 1 if it was a hit then
+# A doubly linked list inside the table; -1 ends it at both sides. As in the LRU the ends are local
+# to the kernel and nothing is called, which is worth a sixth of the speed.
+_OLDEST = OWN
+_NEWEST = OWN + 1
+_NEWER = 0  # column of the table: the next key towards the newest
+_OLDER = 1  # column of the table: the next key towards the oldest
+_STAMP = 2  # column of the table: 2 * generation of the last use, + 1 if it was a hit then
 
 
 @compiled
@@ -64,7 +61,8 @@ def load_fifo(
 ) -> int:
     """Serve loads; signature as in `ResidencyPolicy.kernel`."""
     n_key = key_bytes.size
-    queue = n_key
+    oldest = header[_OLDEST]
+    newest = header[_NEWEST]
     generation = header[GENERATION]
     resident_bytes = header[RESIDENT_BYTES]
     n_missing = 0
@@ -94,7 +92,13 @@ def load_fifo(
                 table[key, _STAMP] = stamp
                 resident[key] = True
                 resident_bytes += key_bytes[key]
-                push_newest(extra, queue, key)
+                table[key, _NEWER] = -1
+                table[key, _OLDER] = newest
+                if newest >= 0:
+                    table[newest, _NEWER] = key
+                else:
+                    oldest = key
+                newest = key
                 out_keys[0, n_missing] = key
                 n_missing += 1
             out_residency[row] = found
@@ -103,20 +107,37 @@ def load_fifo(
         # The missing keys count as resident already, which is the same as evicting before they
         # are admitted: they are the newest, and keys of this load are passed over.
         if resident_bytes > budget:
-            key = oldest(extra, queue)
-            while resident_bytes > budget and key != queue:
-                victim = key
-                key = newer(extra, victim)
-                if table[victim, _STAMP] < stamp:
-                    unlink(extra, victim)
-                    resident[victim] = False
-                    resident_bytes -= key_bytes[victim]
-                    out_keys[1, n_victims] = victim
+            key = oldest
+            kept = -1  # the newest key that was passed over
+            while resident_bytes > budget and key >= 0:
+                following = table[key, _NEWER]
+                if table[key, _STAMP] < stamp:
+                    resident[key] = False
+                    resident_bytes -= key_bytes[key]
+                    out_keys[1, n_victims] = key
                     n_victims += 1
+                else:
+                    table[key, _OLDER] = kept
+                    if kept >= 0:
+                        table[kept, _NEWER] = key
+                    else:
+                        oldest = key
+                    kept = key
+                key = following
+            if kept >= 0:
+                table[kept, _NEWER] = key
+            else:
+                oldest = key
+            if key >= 0:
+                table[key, _OLDER] = kept
+            else:
+                newest = kept
         header[N_RESIDENT] += n_missing - n_victims
         header[EVICTIONS] += n_victims
         out_loads[load, LOAD_EVICTIONS] = n_victims
         out_loads[load, LOAD_RESIDENT_BYTES] = resident_bytes
+    header[_OLDEST] = oldest
+    header[_NEWEST] = newest
     header[GENERATION] = generation
     header[RESIDENT_BYTES] = resident_bytes
     header[N_MISSING] = n_missing
@@ -137,10 +158,26 @@ def forget_fifo(
     for row in range(keys.size):
         key = keys[row]
         if resident[key]:
-            unlink(extra, key)
+            newer, older = table[key, _NEWER], table[key, _OLDER]
+            if newer >= 0:
+                table[newer, _OLDER] = older
+            else:
+                header[_NEWEST] = older
+            if older >= 0:
+                table[older, _NEWER] = newer
+            else:
+                header[_OLDEST] = newer
             resident[key] = False
             header[RESIDENT_BYTES] -= key_bytes[key]
             header[N_RESIDENT] -= 1
+
+
+@compiled
+def _order(header: IntArray, table: IntArray, out: IntArray) -> None:
+    key = header[_OLDEST]
+    for i in range(out.size):
+        out[i] = key
+        key = table[key, _NEWER]
 
 
 class FIFO(ResidencyPolicy):
@@ -171,22 +208,21 @@ class FIFO(ResidencyPolicy):
     name: ClassVar[str] = "fifo"
     kernel = staticmethod(load_fifo)
     forget_kernel = staticmethod(forget_fifo)
-    n_table = 1
+    n_table = 3
 
     def __init__(self, budget: int | str | None = None) -> None:
         self.budget = budget
 
-    def n_extra(self, n_key: int, n_layer: int) -> int:
-        """Return the length of the queue's links."""
-        return n_links(n_key, 1)
-
     def prepare(self, state: KernelState) -> None:
         """Empty the queue."""
-        close_queues(state.extra, state.key_bytes.size, 1)
+        state.header[_OLDEST] = -1
+        state.header[_NEWEST] = -1
 
     def dump(self, state: KernelState) -> dict[str, Array]:
         """Return ``keys``: the resident keys, int64, read first comes first."""
-        return {"keys": keys_of_queue(state.extra, state.key_bytes.size)}
+        keys = np.empty(state.n_resident, dtype=np.int64)
+        _order(state.header, state.table, keys)
+        return {"keys": keys}
 
     def restore(self, state: KernelState, arrays: Mapping[str, Array]) -> None:
         """Make ``keys`` resident.
@@ -197,5 +233,8 @@ class FIFO(ResidencyPolicy):
             If ``keys`` is absent, has a key out of range, or a key twice.
         """
         (keys,) = read_queues(state, arrays, ["keys"])
-        fill_queue(state.extra, state.key_bytes.size, keys)
+        if keys.size:
+            state.header[_OLDEST], state.header[_NEWEST] = keys[0], keys[-1]
+            state.table[keys, _NEWER] = np.append(keys[1:], -1)
+            state.table[keys, _OLDER] = np.append(-1, keys[:-1])
         make_resident(state, keys)
