@@ -14,7 +14,8 @@
      ├─ SeamError          (RuntimeError)  llama.cpp is not as the seam expects
      ├─ StreamingError     (OSError)       experts could not be read
      ├─ SessionError       (RuntimeError)  a session cannot do this now (closed, busy, context full)
-     └─ ComparisonError    (RuntimeError)  a run of a comparison failed; has what was finished
+     ├─ ComparisonError    (RuntimeError)  a run of a comparison failed; has what was finished
+     └─ SweepError         (RuntimeError)  a policy of a sweep failed; has what was finished
 
     KeyboardInterrupt
      └─ ComparisonInterrupted              a comparison was interrupted; has what was finished
@@ -49,6 +50,7 @@ __all__ = [
     "SessionError",
     "SettingsError",
     "StreamingError",
+    "SweepError",
     "TraceFileError",
     "TraceFormatError",
     "UnknownNameError",
@@ -132,6 +134,22 @@ class ComparisonError(BmoeLabError, RuntimeError):
     def __init__(self, message: str, tree: xr.DataTree) -> None:
         super().__init__(message)
         self.tree = tree
+
+
+class SweepError(BmoeLabError, RuntimeError):
+    """A policy of a sweep failed; the cells that finished are in :attr:`partial`.
+
+    The failure itself is the ``__cause__``.
+
+    Attributes
+    ----------
+    partial : xarray.Dataset
+        The sweep so far, ``complete = 0``, NaN where a cell was not finished.
+    """
+
+    def __init__(self, message: str, partial: xr.Dataset) -> None:
+        super().__init__(message)
+        self.partial = partial
 
 
 class BmoeLabWarning(UserWarning):
