@@ -19,6 +19,7 @@ from bmoe_lab.routing import (
     ModelFacts,
     ResidentOnly,
 )
+from bmoe_lab.routing.ranking import rank_first
 from bmoe_lab.testing import make_trace
 from bmoe_lab.testing.suites import RoutingPolicySuite
 from tests.unit.routing_cases import FACTS, rough_scores, seen, select
@@ -243,6 +244,40 @@ def test_policies_with_nothing_or_all_resident_leave_the_routers_choice(seed, ki
             assert policy.run_kernel(looked_at) is None, policy
 
 
+def test_ranking_of_equals_begins_with_the_routers_slots_however_few_are_asked_for():
+    score = np.zeros(8)
+    slot_of = np.array([4, 4, 4, 4, 3, 2, 1, 0])
+    for n in range(1, 9):
+        order = np.full(8, -1)
+        assert rank_first(score, slot_of, n, order) == n
+        assert order.tolist() == [7, 6, 5, 4, 0, 1, 2, 3][:n] + [-1] * (8 - n)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.integers(0, 2**32))
+def test_policies_on_wide_layers_equal_plain_versions(seed):
+    """Where not all experts are ranked at once."""
+    rng = np.random.default_rng(seed)
+    ids, scores = rough_scores(rng, "other", n_expert=40, n_used=3)
+    if seed % 2:
+        scores = np.where(np.isfinite(scores), rng.normal(size=scores.shape), scores)
+        scores = scores.astype(np.float32)
+        ids = np.argsort(-np.nan_to_num(scores, nan=-np.inf), axis=1)[:, :3]
+    residents = np.flatnonzero(rng.random(40) < 0.1)
+    looked_at = seen(ids, scores=scores, resident=residents, n_expert=40)
+    rank, p = int(rng.integers(41)), float(rng.random())
+    for policy, plain in (
+        (MaxRank(1, rank), plain_max_rank),
+        (CumSum(0, p), plain_cum_sum),
+        (ResidentOnly(1, 0.1), plain_resident_only),
+    ):
+        actual = policy.run_kernel(looked_at)
+        expected = plain(policy.clone(), looked_at)
+        np.testing.assert_array_equal(
+            looked_at.ids if actual is None else actual, expected, err_msg=repr(policy)
+        )
+
+
 # --- MaxRank, CumSum ------------------------------------------------------------------------------
 
 SCORES = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
@@ -310,6 +345,16 @@ def test_cum_sum_reaches_a_share_that_is_held_exactly():
     looked_at = seen([0, 1, 2, 3], scores=halves, resident=[4], kind="softmax")
     assert select(CumSum(keep=1, p=0.9375), looked_at) is None
     assert select(CumSum(keep=1, p=0.9376), looked_at) == [0, 1, 2, 4]
+
+
+def test_cum_sum_of_all_but_rounding_comes_to_an_end():
+    """Summed best first the probabilities may fall short of their sum in another order."""
+    rng = np.random.default_rng(0)
+    scores = rng.dirichlet(np.ones(8), size=300).astype(np.float32)
+    ids = np.argsort(-scores, axis=1)[:, :4]
+    looked_at = seen(ids, scores=scores, resident=range(4), kind="softmax")
+    nearly, whole = CumSum(0, float(np.nextafter(1.0, 0.0))), CumSum(0, 1.0)
+    np.testing.assert_array_equal(nearly.run_kernel(looked_at), whole.run_kernel(looked_at))
 
 
 def test_cum_sum_takes_other_scores_for_logits():
