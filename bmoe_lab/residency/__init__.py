@@ -11,26 +11,44 @@ from bmoe_lab.residency.base import (
     ResidencyState,
     token_cycle,
 )
+from bmoe_lab.residency.belady import Belady
 from bmoe_lab.residency.clock import Clock
 from bmoe_lab.residency.fifo import FIFO
+from bmoe_lab.residency.gdsf import GDSF
+from bmoe_lab.residency.least_stale import LeastStale
+from bmoe_lab.residency.lfu import LFU
 from bmoe_lab.residency.lru import LRU
+from bmoe_lab.residency.per_layer import PerLayer
+from bmoe_lab.residency.pin import Pin
+from bmoe_lab.residency.plain import PlainPolicy
+from bmoe_lab.residency.random_eviction import Random
 from bmoe_lab.residency.s3fifo import S3FIFO
 from bmoe_lab.residency.sieve import SIEVE
 from bmoe_lab.residency.slru import SLRU
+from bmoe_lab.residency.stationary_oracle import StationaryOracle
 from bmoe_lab.residency.w_tinylfu import WTinyLFU
 
 __all__ = [
     "ARC",
     "FIFO",
+    "GDSF",
+    "LFU",
     "LRU",
     "S3FIFO",
     "SIEVE",
     "SLRU",
+    "Belady",
     "Clock",
     "KernelState",
+    "LeastStale",
     "Load",
+    "PerLayer",
+    "Pin",
+    "PlainPolicy",
+    "Random",
     "ResidencyPolicy",
     "ResidencyState",
+    "StationaryOracle",
     "WTinyLFU",
     "get",
     "names",
@@ -46,6 +64,14 @@ _POLICIES: tuple[type[ResidencyPolicy], ...] = (
     S3FIFO,
     SIEVE,
     WTinyLFU,
+    LFU,
+    GDSF,
+    PerLayer,
+    LeastStale,
+    Random,
+    Pin,
+    Belady,
+    StationaryOracle,
 )
 _REGISTRY: dict[str, type[ResidencyPolicy]] = {policy.name: policy for policy in _POLICIES}
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
@@ -52,6 +53,10 @@ __all__ = [
     "LoadLog",
     "ResidencyPolicy",
     "ResidencyState",
+    "check_cache",
+    "check_range",
+    "out_of_range",
+    "serve_many",
     "token_cycle",
 ]
 
@@ -196,6 +201,10 @@ class ResidencyState(Protocol):
         """Ask for `keys` (raw, token-major, repeats included) and make them resident."""
         ...
 
+    def load_many(self, keys: IntArray, offsets: IntArray, future: IntArray = NO_FUTURE) -> LoadLog:
+        """Serve many loads in a row; :func:`serve_many` does it for any state."""
+        ...
+
     def forget(self, keys: IntArray) -> None:
         """Take `keys` out because their reads failed; not counted as evictions."""
         ...
@@ -213,6 +222,29 @@ class ResidencyState(Protocol):
         ...
 
 
+def serve_many(state: ResidencyState, keys: IntArray, offsets: IntArray) -> LoadLog:
+    """Serve many loads one by one: what `load_many` means.
+
+    Parameters
+    ----------
+    state : ResidencyState
+        The cache; it is used.
+    keys : numpy.ndarray of int64, shape (row,)
+        The loads' keys, one load after the other.
+    offsets : numpy.ndarray of int64, shape (load + 1,)
+        Load i is ``keys[offsets[i]:offsets[i + 1]]``.
+    """
+    residency, first, loads = _log_buffers(keys.size, offsets.size - 1)
+    bounds = offsets.tolist()
+    for i, (low, high) in enumerate(pairwise(bounds)):
+        load = state.load(keys[low:high])
+        residency[low:high] = load.residency
+        first[low:high] = load.first
+        loads[i, LOAD_EVICTIONS] = load.victims.size
+        loads[i, LOAD_RESIDENT_BYTES] = state.resident_bytes
+    return LoadLog(residency, first, loads[:, LOAD_EVICTIONS], loads[:, LOAD_RESIDENT_BYTES])
+
+
 _Buffers = tuple[npt.NDArray[np.uint8], BoolArray, IntArray]
 
 
@@ -222,6 +254,44 @@ def _log_buffers(n_row: int, n_load: int) -> _Buffers:
         np.empty(n_row, dtype=np.bool_),
         np.empty((n_load, N_LOAD_COLUMNS), dtype=np.int64),
     )
+
+
+def check_cache(key_bytes: npt.ArrayLike, budget_bytes: int, n_layer: int) -> IntArray:
+    """Return the sizes of the keys, a copy; refuse a cache that cannot be.
+
+    Raises
+    ------
+    SettingsError
+        If a size or the budget is negative, or the keys cannot be divided into layers.
+    """
+    sizes: IntArray = np.array(key_bytes, dtype=np.int64, ndmin=1)
+    if sizes.ndim != 1 or sizes.size == 0 or (sizes < 0).any():
+        raise SettingsError(
+            f"key_bytes must be a list of sizes of at least 0 bytes; got {key_bytes!r}."
+        )
+    if budget_bytes < 0:
+        raise SettingsError(f"budget_bytes must be at least 0; got {budget_bytes!r}.")
+    if n_layer < 1 or sizes.size % n_layer:
+        raise SettingsError(
+            f"n_layer must divide the {sizes.size} keys into runs of equal length; got {n_layer!r}."
+        )
+    return sizes
+
+
+def out_of_range(keys: IntArray, row: int, n_key: int) -> PolicyError:
+    """Return the error for the key in `row`."""
+    return PolicyError(f"keys must lie in [0, {n_key}); got {int(keys[row])} in row {row}.")
+
+
+def check_range(keys: IntArray, n_key: int) -> None:
+    """Refuse keys that there are not.
+
+    Raises
+    ------
+    PolicyError
+    """
+    for row in np.flatnonzero((keys < 0) | (keys >= n_key))[:1]:
+        raise out_of_range(keys, int(row), n_key)
 
 
 class KernelState:
@@ -266,18 +336,8 @@ class KernelState:
         n_layer: int = 1,
     ) -> None:
         self.policy = policy
-        self.key_bytes: IntArray = np.array(key_bytes, dtype=np.int64, ndmin=1)
-        if self.key_bytes.ndim != 1 or self.key_bytes.size == 0 or (self.key_bytes < 0).any():
-            raise SettingsError(
-                f"key_bytes must be a list of sizes of at least 0 bytes; got {key_bytes!r}."
-            )
-        if budget_bytes < 0:
-            raise SettingsError(f"budget_bytes must be at least 0; got {budget_bytes!r}.")
+        self.key_bytes: IntArray = check_cache(key_bytes, budget_bytes, n_layer)
         n_key = self.key_bytes.size
-        if n_layer < 1 or n_key % n_layer:
-            raise SettingsError(
-                f"n_layer must divide the {n_key} keys into runs of equal length; got {n_layer!r}."
-            )
         self.budget_bytes = int(budget_bytes)
         self.n_layer = n_layer
         self._kernel, self._forget = policy.kernel, policy.forget_kernel
@@ -392,7 +452,7 @@ class KernelState:
             loads,
         )
         if bad_row >= 0:
-            raise self._out_of_range(keys, bad_row)
+            raise out_of_range(keys, bad_row, self.key_bytes.size)
 
     def forget(self, keys: npt.ArrayLike) -> None:
         """Take `keys` out because their reads failed; keys that are not resident are left alone.
@@ -405,14 +465,8 @@ class KernelState:
             If a key is out of range; the state is as before.
         """
         keys = np.ascontiguousarray(keys, dtype=np.int64)
-        for row in np.flatnonzero((keys < 0) | (keys >= self.key_bytes.size))[:1]:
-            raise self._out_of_range(keys, int(row))
+        check_range(keys, self.key_bytes.size)
         self._forget(keys, self.key_bytes, self.header, self.table, self.extra, self.resident)
-
-    def _out_of_range(self, keys: IntArray, row: int) -> PolicyError:
-        return PolicyError(
-            f"keys must lie in [0, {self.key_bytes.size}); got {int(keys[row])} in row {row}."
-        )
 
     def contains(self) -> BoolArray:
         """Return which keys are resident, bool of shape (key,): a live view, not to be written."""
@@ -470,11 +524,20 @@ class ResidencyPolicy(Parametrised):
         False for policies that need the future; a live session refuses them.
     needs_future : bool
         Whether `kernel` reads ``future``.
+    keeps_budget : bool
+        False for policies that may hold more than the budget after a load that fits into it.
+    bypasses : bool
+        True for policies under which what a load asked for need not be resident after it.
+    state_class : type
+        What :meth:`start` returns, for policies whose calls differ from :class:`KernelState`'s.
     """
 
     name: ClassVar[str]
     online: ClassVar[bool] = True
     needs_future: ClassVar[bool] = False
+    keeps_budget: bool = True
+    bypasses: ClassVar[bool] = False
+    state_class: ClassVar[type[KernelState]] = KernelState
     kernel: Callable[..., int]
     forget_kernel: Callable[..., None]
     n_table: int = 0
@@ -506,7 +569,7 @@ class ResidencyPolicy(Parametrised):
         n_layer : int, default 1
             Number of layers that the keys are divided into.
         """
-        return KernelState(self, key_bytes, budget_bytes, n_layer)
+        return self.state_class(self, key_bytes, budget_bytes, n_layer)
 
     def from_arrays(
         self,
@@ -517,7 +580,7 @@ class ResidencyPolicy(Parametrised):
         n_layer: int = 1,
     ) -> ResidencyState:
         """Return a cache that goes on exactly where ``to_arrays`` was taken; counters are 0."""
-        state = KernelState(self, key_bytes, budget_bytes, n_layer)
+        state = self.state_class(self, key_bytes, budget_bytes, n_layer)
         self.restore(state, arrays)
         return state
 

@@ -16,14 +16,17 @@ The tests are plain asserts: nothing here depends on pytest.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError
-from bmoe_lab.residency import ResidencyPolicy, ResidencyState
+from bmoe_lab.residency import Belady, ResidencyPolicy, ResidencyState
+from bmoe_lab.residency.future import next_use
 from bmoe_lab.routing.base import DECODE, PREFILL, ModelFacts, Routing, RoutingPolicy
 from bmoe_lab.routing.engine import DROPPED, KEPT, Engine, strongest
 
@@ -361,8 +364,19 @@ class RoutingPolicySuite:
                     )
 
 
+class _Asked(NamedTuple):
+    """What one load found and did, as lists."""
+
+    residency: list[int]
+    first: list[bool]
+    missing: list[int]
+    victims: list[int]
+
+
 class ResidencyPolicySuite:
-    """Base class of the tests of one residency policy.
+    """Base class of the tests of one residency policy, a kernel or in plain Python.
+
+    Override :meth:`make_policy`; the rest where your policy needs it.
 
     Attributes
     ----------
@@ -370,18 +384,21 @@ class ResidencyPolicySuite:
         Shape of the made-up model, whose layers differ in expert size.
     n_step : int
         Evaluations in the stream; the first is a wide one with repeats.
+    warm_start : bool
+        False if the policy refuses to be stored and restored.
     """
 
     n_layer: ClassVar[int] = 4
     n_expert: ClassVar[int] = 12
     n_used: ClassVar[int] = 3
     n_step: ClassVar[int] = 60
+    warm_start: ClassVar[bool] = True
 
     def make_policy(self) -> ResidencyPolicy:
         """Return a new policy, the same one each time."""
         raise NotImplementedError("make_policy() must return your policy.")
 
-    # --- the stream ----------------------------------------------------------------------------
+    # --- the streams ---------------------------------------------------------------------------
 
     @property
     def key_bytes(self) -> Array:
@@ -409,23 +426,60 @@ class ResidencyPolicySuite:
                 loads.append(np.concatenate(rows).astype(np.int64) + layer * self.n_expert)
         return loads
 
-    def start(self, budget: int) -> ResidencyState:
-        """Return an empty cache of `budget` bytes."""
-        return self.make_policy().start(self.key_bytes, budget, n_layer=self.n_layer)
+    def make_random_loads(self, seed: int) -> list[Array]:
+        """Return loads of any length, empty ones and repeats included, layers in any order."""
+        rng = np.random.default_rng(seed)
+        loads = []
+        for _ in range(40):
+            layer = rng.integers(self.n_layer)
+            rows = rng.integers(self.n_expert, size=rng.integers(9))
+            loads.append(rows.astype(np.int64) + layer * self.n_expert)
+        return loads
 
-    @staticmethod
-    def serve(state: ResidencyState, loads: Iterable[Array]) -> list[list[list[int]]]:
-        """Return what each load found and did, as lists."""
-        served = []
-        for keys in loads:
+    def start(self, budget: int, key_bytes: Array | None = None) -> ResidencyState:
+        """Return an empty cache of `budget` bytes."""
+        sizes = self.key_bytes if key_bytes is None else key_bytes
+        return self.make_policy().start(sizes, budget, n_layer=self.n_layer)
+
+    # --- how they are served -------------------------------------------------------------------
+
+    @cached_property
+    def policy(self) -> ResidencyPolicy:
+        """One of them, to be asked what it is."""
+        return self.make_policy()
+
+    def ask(self, state: ResidencyState, keys: Array, future: Array | None = None) -> _Asked:
+        """Serve one load; with its future, as numbers of loads from it on, where it is needed."""
+        if not self.policy.needs_future:
             load = state.load(keys)
-            served.append(
-                [
-                    array.tolist()
-                    for array in (load.residency, load.first, load.missing, load.victims)
-                ]
-            )
-        return served
+            found = (load.residency, load.first, load.missing, load.victims)
+            return _Asked(*(array.tolist() for array in found))
+        before = state.contains().copy()
+        offsets = np.array([0, keys.size], dtype=np.int64)
+        log = state.load_many(keys, offsets, np.zeros(0, np.int64) if future is None else future)
+        return _Asked(
+            log.residency.tolist(),
+            log.first.tolist(),
+            keys[log.first].tolist(),
+            np.flatnonzero(before & ~state.contains()).tolist(),
+        )
+
+    def serve(
+        self, state: ResidencyState, loads: Sequence[Array], begin: int = 0, end: int | None = None
+    ) -> list[_Asked]:
+        """Serve the loads `begin` to `end` of a stream."""
+        numbers = range(len(loads))[begin:end]
+        if not self.policy.needs_future:
+            return [self.ask(state, loads[number]) for number in numbers]
+        keys, offsets = _flat(loads)
+        future = np.split(next_use(keys, offsets, self.key_bytes.size), offsets[1:-1])
+        return [self.ask(state, loads[number], future[number] - number) for number in numbers]
+
+    def streams(self) -> Iterator[tuple[int, list[Array]]]:
+        """Yield the budgets and streams on which every rule must hold."""
+        for budget in self.budgets:
+            yield budget, self.make_loads()
+            yield budget, self.make_random_loads(budget)
 
     # --- the tests -----------------------------------------------------------------------------
 
@@ -436,83 +490,116 @@ class ResidencyPolicySuite:
         assert repr(policy.clone()) == repr(policy)
 
     def test_a_load_reports_what_was_resident_before_it(self) -> None:
-        for budget in self.budgets:
+        for budget, loads in self.streams():
             state = self.start(budget)
-            for keys in self.make_loads():
+            for number, keys in enumerate(loads):
                 before = state.contains().copy()
-                load = state.load(keys)
-                np.testing.assert_array_equal(load.residency.astype(bool), before[keys])
+                load = self.serve(state, loads, number, number + 1)[0]
+                assert load.residency == before[keys].astype(int).tolist()
                 distinct = list(dict.fromkeys(int(key) for key in keys if not before[key]))
-                assert load.missing.tolist() == distinct
+                assert load.missing == distinct
                 assert keys[load.first].tolist() == distinct
                 firsts = [keys.tolist().index(key) for key in distinct]
                 assert np.flatnonzero(load.first).tolist() == sorted(firsts)
 
     def test_what_a_load_asks_for_is_resident_after_it(self) -> None:
-        for budget in self.budgets:
+        for budget, loads in self.streams():
             state = self.start(budget)
-            for keys in self.make_loads():
-                load = state.load(keys)
-                assert state.contains()[keys].all()
-                assert not set(load.victims.tolist()) & set(keys.tolist())
+            for number, keys in enumerate(loads):
+                load = self.serve(state, loads, number, number + 1)[0]
+                assert self.policy.bypasses or state.contains()[keys].all()
+                assert not set(load.victims) & set(keys.tolist())
 
     def test_victims_and_missing_account_for_every_change(self) -> None:
-        for budget in self.budgets:
+        for budget, loads in self.streams():
             state = self.start(budget)
             n_victims = 0
-            for keys in self.make_loads():
-                before = state.contains().copy()
-                load = state.load(keys)
-                expected = before.copy()
-                assert before[load.victims].all()
-                assert len(set(load.victims.tolist())) == load.victims.size
+            for number in range(len(loads)):
+                expected = state.contains().copy()
+                load = self.serve(state, loads, number, number + 1)[0]
+                assert expected[load.victims].all()
+                assert len(set(load.victims)) == len(load.victims)
                 expected[load.victims] = False
-                expected[load.missing] = True
+                expected[load.missing] = not self.policy.bypasses
                 np.testing.assert_array_equal(state.contains(), expected)
-                n_victims += load.victims.size
+                n_victims += len(load.victims)
                 assert state.evictions == n_victims
 
     def test_resident_bytes_are_those_of_the_resident_keys(self) -> None:
-        for budget in self.budgets:
+        for budget, loads in self.streams():
             state = self.start(budget)
-            for keys in self.make_loads():
-                state.load(keys)
+            for number in range(len(loads)):
+                self.serve(state, loads, number, number + 1)
                 assert state.resident_bytes == self.key_bytes[state.contains()].sum()
 
     def test_budget_holds_after_a_load_unless_the_load_alone_is_larger(self) -> None:
-        for budget in self.budgets:
+        if not self.policy.keeps_budget:
+            return
+        for budget, loads in self.streams():
             state = self.start(budget)
-            for keys in self.make_loads():
-                state.load(keys)
+            for number, keys in enumerate(loads):
+                self.serve(state, loads, number, number + 1)
                 alone = int(self.key_bytes[np.unique(keys)].sum())
                 assert state.resident_bytes <= max(budget, alone)
 
     def test_nothing_is_evicted_while_everything_fits(self) -> None:
-        state = self.start(int(self.key_bytes.sum()))
+        # Also for a policy that gives each layer the same share.
+        largest_layer = self.key_bytes.reshape(self.n_layer, -1).sum(axis=1).max()
+        state = self.start(self.n_layer * int(largest_layer))
         self.serve(state, self.make_loads())
         assert state.evictions == 0
 
     def test_same_loads_give_the_same_result(self) -> None:
-        for budget in self.budgets:
-            first = self.serve(self.start(budget), self.make_loads())
-            assert self.serve(self.start(budget), self.make_loads()) == first
+        for budget, loads in self.streams():
+            first = self.serve(self.start(budget), loads)
+            assert self.serve(self.start(budget), loads) == first
+
+    def test_many_loads_in_one_call_equal_load_by_load(self) -> None:
+        for budget, loads in self.streams():
+            keys, offsets = _flat(loads)
+            future = next_use(keys, offsets, self.key_bytes.size)
+            one_by_one = self.start(budget)
+            expected = []
+            for number in range(len(loads)):
+                asked = self.serve(one_by_one, loads, number, number + 1)[0]
+                expected.append((asked, one_by_one.resident_bytes))
+            for cuts in ([], [1, len(loads) // 2, len(loads) // 2]):
+                state = self.start(budget)
+                bounds = [0, *cuts, len(loads)]
+                logs = []
+                for begin, end in pairwise(bounds):
+                    low, high = offsets[begin], offsets[end]
+                    part = offsets[begin : end + 1] - low
+                    logs.append(state.load_many(keys[low:high], part, future[low:high] - begin))
+                for name, values in (
+                    ("residency", [row for asked, _ in expected for row in asked.residency]),
+                    ("first", [row for asked, _ in expected for row in asked.first]),
+                    ("evictions", [len(asked.victims) for asked, _ in expected]),
+                    ("resident_bytes", [held for _, held in expected]),
+                ):
+                    actual = np.concatenate([getattr(log, name) for log in logs])
+                    assert actual.tolist() == values, name
+                np.testing.assert_array_equal(state.contains(), one_by_one.contains())
+                assert state.evictions == one_by_one.evictions
 
     def test_clear_equals_new(self) -> None:
-        for budget in self.budgets:
-            state = self.start(budget)
-            first = self.serve(state, self.make_loads())
+        for budget, loads in self.streams():
+            new, state = self.start(budget), self.start(budget)
+            first = self.serve(state, loads)
             state.clear()
-            assert state.resident_bytes == 0
+            assert state.resident_bytes == new.resident_bytes
             assert state.evictions == 0
-            assert not state.contains().any()
-            assert self.serve(state, self.make_loads()) == first
+            np.testing.assert_array_equal(state.contains(), new.contains())
+            assert self.serve(state, loads) == first
 
     def test_a_state_restored_from_arrays_goes_on_as_if_it_had_never_stopped(self) -> None:
-        loads = self.make_loads()
-        half = len(loads) // 2 + 1
-        for budget in self.budgets:
+        if not self.warm_start:
+            assert _refused(lambda: self.start(self.budgets[3]).to_arrays())
+            return
+        for budget, loads in self.streams():
+            half = len(loads) // 2 + 1
             state = self.start(budget)
-            self.serve(state, loads[:half])
+            self.serve(state, loads, 0, half)
             arrays = {name: array.copy() for name, array in state.to_arrays().items()}
             restored = self.make_policy().from_arrays(
                 arrays, self.key_bytes, budget, n_layer=self.n_layer
@@ -520,34 +607,54 @@ class ResidencyPolicySuite:
             np.testing.assert_array_equal(restored.contains(), state.contains())
             assert restored.resident_bytes == state.resident_bytes
             assert restored.evictions == 0
-            assert self.serve(restored, loads[half:]) == self.serve(state, loads[half:])
+            expected = self.serve(state, loads, half)
+            assert self.serve(restored, loads, half) == expected
             for name, array in state.to_arrays().items():
                 np.testing.assert_array_equal(restored.to_arrays()[name], array)
 
     def test_forgotten_keys_are_gone_and_are_no_evictions(self) -> None:
         state = self.start(int(self.key_bytes.sum()))
         loads = self.make_loads()
-        self.serve(state, loads[:10])
-        load = state.load(loads[10])
-        failed = load.missing[:1].copy() if load.missing.size else loads[10][:1]
+        self.serve(state, loads, 0, 10)
+        load = self.serve(state, loads, 10, 11)[0]
+        held = [key for key in load.missing if state.contains()[key]]
+        failed = np.array(held[:1]) if held else loads[10][:1]
         before, evictions = state.resident_bytes, state.evictions
         state.forget(failed)
         assert not state.contains()[failed].any()
         assert state.resident_bytes == before - self.key_bytes[failed].sum()
         assert state.evictions == evictions
-        assert failed[0] in state.load(loads[10]).missing
+        assert failed[0] in self.serve(state, loads, 10, 11)[0].missing
         state.forget(failed)
         state.forget(failed)
-        self.serve(state, loads[11:])
+        self.serve(state, loads, 11)
         assert state.resident_bytes == self.key_bytes[state.contains()].sum()
 
     def test_a_key_out_of_range_is_refused_and_changes_nothing(self) -> None:
         state = self.start(self.budgets[3])
         loads = self.make_loads()
-        self.serve(state, loads[:20])
+        self.serve(state, loads, 0, 20)
         before = state.contains().copy()
         for bad in (-1, self.key_bytes.size):
             keys = np.append(loads[20], bad)
-            assert _refused(lambda keys=keys: state.load(keys))  # type: ignore[misc]
+            future = np.ones(keys.size, dtype=np.int64)
+            assert _refused(lambda keys=keys, future=future: self.ask(state, keys, future))  # type: ignore[misc]
             assert _refused(lambda keys=keys: state.forget(keys))  # type: ignore[misc]
         np.testing.assert_array_equal(state.contains(), before)
+
+    def test_no_online_policy_beats_belady_with_experts_of_equal_size(self) -> None:
+        if not (self.policy.online and self.policy.keeps_budget):
+            return
+        sizes = np.full(self.key_bytes.size, 100, dtype=np.int64)
+        for budget, loads in self.streams():
+            keys, offsets = _flat(loads)
+            best = Belady().start(sizes, budget, n_layer=self.n_layer)
+            bound = best.load_many(keys, offsets, next_use(keys, offsets, sizes.size))
+            log = self.start(budget, sizes).load_many(keys, offsets)
+            assert log.first.sum() >= bound.first.sum()
+
+
+def _flat(loads: Sequence[Array]) -> tuple[Array, Array]:
+    """Return loads as keys one load after the other, and where each begins."""
+    offsets = np.concatenate(([0], np.cumsum([load.size for load in loads]))).astype(np.int64)
+    return np.concatenate(loads).astype(np.int64), offsets
