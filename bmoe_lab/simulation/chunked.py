@@ -79,7 +79,7 @@ def token_windows(trace: xr.Dataset, n_token: int) -> Iterator[tuple[int, int]]:
         width = n_token
         while True:
             end = min(begin + width, total)
-            if end == total:
+            if end == total and width == n_token:
                 break
             turn, batch = (
                 np.asarray(trace[name].isel(token=slice(begin, end + 1)).values)
@@ -87,7 +87,9 @@ def token_windows(trace: xr.Dataset, n_token: int) -> Iterator[tuple[int, int]]:
             )
             starts = np.flatnonzero((batch[1:] != batch[:-1]) | (turn[1:] != turn[:-1])) + 1
             if starts.size:
-                end = begin + int(starts[-1])
+                end = begin + int(starts[-1 if width == n_token else 0])
+                break
+            if end == total:
                 break
             width *= 2
         yield begin, end

@@ -20,7 +20,17 @@ from bmoe_lab.routing.engine import as_policy
 from bmoe_lab.simulation.budget_grid import Budgets, check_budgets
 from bmoe_lab.simulation.stream import cache_facts
 
-__all__ = ["NO_ROUTING", "Cell", "Plan", "Source", "TraceFacts", "Traces", "make_plan", "opened"]
+__all__ = [
+    "NO_ROUTING",
+    "Cell",
+    "Plan",
+    "Source",
+    "TraceFacts",
+    "Traces",
+    "make_plan",
+    "opened",
+    "trace_facts",
+]
 
 Source: TypeAlias = xr.Dataset | str | os.PathLike[str]
 Traces: TypeAlias = Source | Mapping[str, Source]

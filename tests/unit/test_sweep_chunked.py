@@ -140,7 +140,7 @@ def test_windows_are_whole_evaluations_in_order(widths, n_token):
     assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
     for begin, end in found:
         evaluations = np.unique(batch[begin:end]).size
-        assert end - begin <= n_token or evaluations == 1 or end - begin <= 2 * n_token
+        assert end - begin <= n_token or evaluations == 1
 
 
 def test_future_in_one_piece_is_next_use():
