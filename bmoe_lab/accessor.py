@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import xarray as xr
 
@@ -26,13 +27,16 @@ class _Bound:
 
     _module: str
     _prefix = ""
+    # Functions of other modules, by name.
+    _others: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, data: Any) -> None:
         self._data = data
 
     def _names(self) -> list[str]:
         names = importlib.import_module(self._module).__all__
-        return [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
+        own = [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
+        return [*own, *self._others]
 
     def __getattr__(self, name: str) -> Any:
         # Tools probe for private names; they must not cost an import.
@@ -41,7 +45,10 @@ class _Bound:
         known = self._names()
         if name not in known:
             raise AttributeError(f"{self._where()} has no {name!r}; it has {sorted(known)}.")
-        function = getattr(importlib.import_module(self._module), self._prefix + name)
+        home, full = self._others.get(name, self._module), name
+        if name not in self._others:
+            full = self._prefix + name
+        function = getattr(importlib.import_module(home), full)
         return types.MethodType(function, self._data)
 
     def __dir__(self) -> list[str]:
@@ -68,6 +75,8 @@ class PlotAccessor(_Bound):
 class TraceAccessor(_Bound):
     """Metrics and plots of one routing trace: ``.moe.<metric>()`` is ``metrics.<metric>(trace)``.
 
+    What simulates is here too: ``.moe.replay()``, ``.moe.lru_curve()``, ``.moe.diagnose()``.
+
     Examples
     --------
     >>> import bmoe_lab as bl
@@ -77,6 +86,11 @@ class TraceAccessor(_Bound):
     """
 
     _module = "bmoe_lab.metrics"
+    _others: ClassVar[Mapping[str, str]] = {
+        "diagnose": "bmoe_lab.simulation.diagnosis",
+        "lru_curve": "bmoe_lab.simulation.curves",
+        "replay": "bmoe_lab.simulation.replaying",
+    }
 
     @property
     def plot(self) -> PlotAccessor:
@@ -90,7 +104,8 @@ class TraceAccessor(_Bound):
         return write_report(self._data, path)
 
     def __repr__(self) -> str:
-        return f"<metrics: {', '.join(self._names())}; plots under .plot>"
+        metrics = [name for name in self._names() if name not in self._others]
+        return f"<metrics: {', '.join(metrics)}; {', '.join(self._others)}; plots under .plot>"
 
 
 @xr.register_datatree_accessor("moe")  # type: ignore[no-untyped-call]  # untyped in xarray

@@ -11,6 +11,7 @@ import xarray as xr
 
 import bmoe_lab.accessor  # noqa: F401  (registers the accessors)
 from bmoe_lab import metrics, plots
+from bmoe_lab.simulation import replay
 from bmoe_lab.testing.traces import make_trace
 from tests.unit.comparison_data import make_tree
 
@@ -24,6 +25,22 @@ def test_accessor_offers_every_metric_with_its_docstring(name):
 def test_accessor_metric_equals_the_function():
     trace = make_trace(n_token=20)
     xr.testing.assert_identical(trace.moe.hit_rate(by="layer"), metrics.hit_rate(trace, by="layer"))
+
+
+@pytest.mark.parametrize("name", ["replay", "lru_curve", "diagnose"])
+def test_accessor_offers_what_simulates(name):
+    trace = make_trace(n_token=8)
+    assert name in dir(trace.moe)
+    assert name in repr(trace.moe)
+    method = getattr(trace.moe, name)
+    assert method.__self__ is trace
+    assert method.__name__ == name
+
+
+def test_accessor_replay_equals_the_function():
+    trace = make_trace(n_token=20)
+    again = trace.moe.replay(residency="lru", budget="100 KiB")
+    xr.testing.assert_identical(again, replay(trace, residency="lru", budget="100 KiB"))
 
 
 def test_accessor_plots_are_the_functions_of_plots():
