@@ -6,9 +6,9 @@ import ast
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from bmoe_lab.errors import SettingsError, unknown_name
+from bmoe_lab.errors import SettingsError, UnknownNameError, unknown_name
 
-__all__ = ["parse_routing"]
+__all__ = ["parse_residency", "parse_routing"]
 
 T = TypeVar("T")
 
@@ -41,6 +41,68 @@ def parse_routing(text: str) -> Any:
 
     classes = {type_.__name__: type_ for type_ in map(routing.get, routing.names())}
     return _parse(text, classes, "policy")
+
+
+def parse_residency(text: str) -> Any:
+    """Return the residency policy that `text` describes.
+
+    As in :func:`parse_routing`; a policy within a policy is written the same way. Names of the
+    registry stand for the policy with its defaults, ``layer`` and ``layerlfu`` for the per-layer
+    policies of BigMoeOnEdge's published curves.
+
+    Parameters
+    ----------
+    text : str
+        A class name with or without parameters, such as ``"LFU(keep_counts=False)"``, or a name
+        such as ``"lru"``.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no such policy.
+    SettingsError
+        If the text is not a call with literal values, or the parameters do not fit.
+
+    Examples
+    --------
+    >>> parse_residency("PerLayer(LFU(), budget='2 GiB')"), parse_residency("lru")
+    (PerLayer(policy=LFU(), budget='2 GiB'), LRU())
+    >>> parse_residency("layer")
+    PerLayer(trim='visited')
+    """
+    from bmoe_lab import residency
+
+    published = {"layer": "lru", "layerlfu": "lfu"}
+    if text.strip() in published:
+        return residency.PerLayer(published[text.strip()], trim="visited")
+    classes = {name: residency.get(name) for name in residency.names()}
+    rule = "residency must be written like LFU(keep_counts=False)"
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise SettingsError(f"{rule}; got {text!r}.") from error
+    if not isinstance(tree, ast.Name | ast.Call):
+        raise SettingsError(f"{rule}; got {text!r}.")
+    try:
+        return _residency_of(tree, classes | {one.__name__: one for one in classes.values()})
+    except UnknownNameError as error:
+        known = [*sorted(classes), *published]
+        raise unknown_name("residency policy", error.args[0], known) from None
+    except (ValueError, TypeError) as error:
+        reason = str(error) if isinstance(error, TypeError) else "something in it is not plain"
+        raise SettingsError(f"{rule}, with plain values; got {text!r}: {reason}.") from error
+
+
+def _residency_of(node: ast.expr, classes: Mapping[str, Any]) -> Any:
+    """Return the policy or the literal value that a part of the text stands for."""
+    call = ast.Call(node, [], []) if isinstance(node, ast.Name) else node
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        return ast.literal_eval(node)
+    if call.func.id not in classes:
+        raise UnknownNameError(call.func.id)
+    args = [_residency_of(argument, classes) for argument in call.args]
+    kwargs = {word.arg: _residency_of(word.value, classes) for word in call.keywords if word.arg}
+    return classes[call.func.id](*args, **kwargs)
 
 
 def _parse(text: str, classes: Mapping[str, type[T]], kind: str) -> T:
