@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import bmoe_lab as bl
 from bmoe_lab.errors import PolicyError
 from bmoe_lab.parameters import array_digest
 from bmoe_lab.routing import (
@@ -124,6 +125,22 @@ def test_run_is_the_same_whatever_is_recorded(demo_case, name):
         recorded, second = streamed(session, demo_case, policy=policy, record="scores")
     assert_same_bits(recorded, bare)
     assert first.summary.counters == second.summary.counters
+
+
+@pytest.mark.parametrize("layout", ["demo", "biased"])
+@pytest.mark.parametrize("name", FULL_STRENGTH)
+def test_replay_of_a_run_makes_the_same_choices(demo_case, tiny_case, layout, name):
+    """A trace of the run holds what the router said under the policy: live equals replay."""
+    case = demo_case if layout == "demo" else tiny_case(layout)
+    policy, budget = make(name, case), evicting_cache(case)
+    with open_session(case, cache=budget) as session:
+        _, run = streamed(session, case, policy=policy, record="scores")
+    replayed = bl.replay(run.trace, residency=bl.residency.LRU(budget), routing=policy)
+    for variable in ("expert_applied", "action", "residency", "read_bytes"):
+        np.testing.assert_array_equal(
+            replayed[variable].values, run.trace[variable].values, err_msg=variable
+        )
+    assert json.loads(replayed.attrs["policy_counters"]) == run.summary.counters.to_dict()
 
 
 def traced(case, policy):
