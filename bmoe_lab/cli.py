@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bmoe_lab._version import __version__
+from bmoe_lab.cli_simulation import add_commands
 from bmoe_lab.errors import BmoeLabError
 from bmoe_lab.sizes import format_size
 
@@ -419,3 +420,6 @@ def _ranges(numbers: list[int]) -> str:
 def _size_range(sizes: list[int]) -> str:
     low, high = min(sizes), max(sizes)
     return format_size(low) if low == high else f"{format_size(low)} to {format_size(high)}"
+
+
+add_commands(app)
