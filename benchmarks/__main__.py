@@ -12,7 +12,7 @@ import platformdirs
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import decoding, startup
+from benchmarks import decoding, replaying, startup
 from bmoe_lab.runtime.settings import physical_cores
 from bmoe_lab.sizes import format_size
 
@@ -30,13 +30,21 @@ def main() -> None:
     parser.add_argument("--budget", default="1.5 GiB", help="cache of the streamed run")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     parser.add_argument(
-        "--only", nargs="*", choices=["startup", "memory", "streamed"], help="run these parts"
+        "--only",
+        nargs="*",
+        choices=["startup", "replay", "memory", "streamed"],
+        help="run these parts",
+    )
+    parser.add_argument(
+        "--route-csv", type=Path, help="replay this BigMoeOnEdge trace, not a synthetic one"
     )
     options = parser.parse_args()
-    parts = options.only or ["startup", "memory", "streamed"]
+    parts = options.only or ["startup", "replay", "memory", "streamed"]
     figures: dict[str, object] = {}
     if "startup" in parts:
         figures["startup"] = _startup(options.rounds)
+    if "replay" in parts:
+        figures["replay"] = _replay(options.rounds, options.route_csv)
     if "memory" in parts or "streamed" in parts:
         model = options.model or _model(options.folder)
         memory = _memory(model, options)
@@ -72,6 +80,31 @@ def _startup(rounds: int) -> dict[str, float]:
     table.add_row("open the demo session, kernels cached", f"{opening:.3f}")
     console.print(table)
     return {"import_xarray_s": plain, "import_bmoe_lab_s": ours, "open_s": opening}
+
+
+def _replay(rounds: int, csv: Path | None) -> dict[str, object]:
+    speeds = replaying.kernels(rounds)
+    table = Table(
+        title=(
+            f"residency policies, million requests per second: {replaying.N_TOKEN} tokens x "
+            f"{replaying.N_LAYER} layers, top-{replaying.N_USED} of {replaying.N_EXPERT}, one "
+            f"thread; medians of {rounds} interleaved rounds"
+        )
+    )
+    table.add_column("policy")
+    for share in replaying.SHARES:
+        table.add_column(f"cache {100 * share:g} %", justify="right")
+    for name, row in speeds.items():
+        table.add_row(name, *(f"{value:.1f}" for value in row))
+    console.print(table)
+    seconds = replaying.curve_and_grid(rounds) | replaying.replays(rounds, csv)
+    table = Table(title=f"replays and sweeps, medians of {rounds} interleaved rounds")
+    table.add_column("what")
+    table.add_column("milliseconds", justify="right")
+    for name, value in seconds.items():
+        table.add_row(name, f"{1000 * value:.1f}")
+    console.print(table)
+    return {"million_requests_per_s": speeds, "seconds": seconds}
 
 
 def _ratios(arm: decoding.Arm, base: decoding.Arm) -> list[float]:

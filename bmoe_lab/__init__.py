@@ -28,19 +28,36 @@ if TYPE_CHECKING:
         testing,
     )
     from bmoe_lab.comparison.comparing import compare
+    from bmoe_lab.converters import (
+        from_bigmoeonedge,
+        from_moe_trace,
+        from_parquet,
+        from_routed_experts,
+        to_bigmoeonedge,
+        to_moe_trace,
+        to_parquet,
+        to_routed_experts,
+    )
     from bmoe_lab.recording import open_trace, save_trace
     from bmoe_lab.recording.recover import recover
     from bmoe_lab.run import Run
     from bmoe_lab.session import Session
-    from bmoe_lab.simulation import replay
+    from bmoe_lab.simulation import budgets, diagnose, lru_curve, replay, sweep
 
 __all__ = [
     "Run",
     "Session",
     "__version__",
+    "budgets",
     "compare",
     "datasets",
+    "diagnose",
     "errors",
+    "from_bigmoeonedge",
+    "from_moe_trace",
+    "from_parquet",
+    "from_routed_experts",
+    "lru_curve",
     "metrics",
     "open_trace",
     "plots",
@@ -51,8 +68,13 @@ __all__ = [
     "routing",
     "save_trace",
     "schema",
+    "sweep",
     "tables",
     "testing",
+    "to_bigmoeonedge",
+    "to_moe_trace",
+    "to_parquet",
+    "to_routed_experts",
 ]
 
 _MODULES = {
@@ -70,11 +92,23 @@ _MODULES = {
 _HOME = {
     "Run": "bmoe_lab.run",
     "Session": "bmoe_lab.session",
+    "budgets": "bmoe_lab.simulation",
     "compare": "bmoe_lab.comparison",
+    "diagnose": "bmoe_lab.simulation",
+    "from_bigmoeonedge": "bmoe_lab.converters",
+    "from_moe_trace": "bmoe_lab.converters",
+    "from_parquet": "bmoe_lab.converters",
+    "from_routed_experts": "bmoe_lab.converters",
+    "lru_curve": "bmoe_lab.simulation",
     "open_trace": "bmoe_lab.recording",
     "recover": "bmoe_lab.recording",
     "replay": "bmoe_lab.simulation",
     "save_trace": "bmoe_lab.recording",
+    "sweep": "bmoe_lab.simulation",
+    "to_bigmoeonedge": "bmoe_lab.converters",
+    "to_moe_trace": "bmoe_lab.converters",
+    "to_parquet": "bmoe_lab.converters",
+    "to_routed_experts": "bmoe_lab.converters",
 }
 
 
