@@ -2,6 +2,7 @@
 
 import sys
 
+import distributed
 import numpy as np
 import pytest
 import xarray as xr
@@ -11,8 +12,6 @@ from bmoe_lab import residency, routing
 from bmoe_lab.errors import SettingsError, SweepError
 from bmoe_lab.simulation.sweeping import sweep
 from bmoe_lab.testing import make_trace
-
-distributed = pytest.importorskip("distributed")
 
 # One process runs them all, so that one cluster is started.
 pytestmark = pytest.mark.xdist_group("cluster")
