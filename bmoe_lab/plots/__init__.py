@@ -8,6 +8,7 @@ from __future__ import annotations
 from bmoe_lab.plots.expert_load import plot_expert_load
 from bmoe_lab.plots.heatmap import plot_heatmap
 from bmoe_lab.plots.hit_rate import plot_hit_rate
+from bmoe_lab.plots.hit_rate_over_budget import plot_hit_rate_over_budget
 from bmoe_lab.plots.nll_along_text import plot_nll_along_text
 from bmoe_lab.plots.quality_vs_bytes import plot_quality_vs_bytes
 
@@ -15,6 +16,7 @@ __all__ = [
     "plot_expert_load",
     "plot_heatmap",
     "plot_hit_rate",
+    "plot_hit_rate_over_budget",
     "plot_nll_along_text",
     "plot_quality_vs_bytes",
 ]

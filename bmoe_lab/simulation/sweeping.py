@@ -100,7 +100,8 @@ def sweep(
         ``resident_bytes_max``, ``resident_bytes_mean``, each with ``_<phase>``; with a routing
         policy also ``drop_rate``, ``substitution_rate``, ``weight_discarded``, NaN where none acts.
         Coordinates: ``budget`` in bytes, ascending; the labels of the policies;
-        ``token_cycle_bytes`` (trace), int64; ``counterfactual`` (routing), uint8. Attributes:
+        ``token_cycle_bytes`` (trace), int64; ``online`` (residency) and ``counterfactual``
+        (routing), uint8. Attributes:
         ``complete``, ``source = "sweep"``, ``cache_start = "cold"``, ``seed``,
         ``bmoe_lab_version``, ``notes`` (JSON: what could not be, and why).
 
@@ -296,6 +297,11 @@ class _Result:
                 "trace",
                 np.array([facts.token_cycle_bytes for facts in self.facts], np.int64),
                 {"units": "byte", "long_name": "expert bytes that a token needs"},
+            ),
+            "online": (
+                "residency",
+                np.array([policy.online for policy in plan.residency.values()], np.uint8),
+                {"long_name": "0 if the residency policy knows the future"},
             ),
             "counterfactual": (
                 "routing",
