@@ -29,7 +29,6 @@ PAIRS = [
     ("s3fifo", {}, "S3FIFO"),
     ("arc", {}, "ARC"),
 ]
-PAIRS = [pair for pair in PAIRS if pair[0] in residency.names()]
 
 
 def zipf(rng, n):
