@@ -103,3 +103,12 @@ def test_warning_below_one_token_cycle_says_of_whom_it_is_true(demo_case, cycle)
     rest = r"so it hits nothing; what SIEVE\(.*\) keeps longer may hit\. Give more"
     with pytest.warns(bl.errors.CacheBelowCycleWarning, match=rest):
         open_session(demo_case, cache=residency.SIEVE(cycle // 2)).close()
+
+
+def test_replay_under_another_policy_is_noticed(demo_case, cycle):
+    """Test the test: the runs tell the policies apart."""
+    with open_session(demo_case, cache=residency.SIEVE(cycle * 2)) as session:
+        run = session.generate(PROMPT[:280], n_predict=12)
+    for other in (residency.LRU(), residency.FIFO(), residency.Clock(), residency.S3FIFO()):
+        with pytest.raises(AssertionError):
+            assert_replays(run, cycle * 2, other)
