@@ -244,11 +244,11 @@ def _verdict(numbers: dict[str, float]) -> Verdict:
 
 
 def _budget(trace: xr.Dataset, budget: int | str | None) -> tuple[int, bool]:
-    """Return the budget, and whether the recorded hits may be those under it."""
+    """Return the budget, and whether the recorded hits are known to be those under it."""
     told = trace.attrs.get("cache_budget_bytes")
     if budget is not None:
         size = parse_size(budget, name="budget")
-        return size, told is None or int(told) == size
+        return size, told is not None and int(told) == size
     if told is None:
         raise SettingsError(
             "budget must be given for a trace that does not record one; got None. "
