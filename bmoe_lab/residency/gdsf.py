@@ -40,8 +40,9 @@ class GDSF(ResidencyPolicy):
     -----
     Sort key of the victims: (priority, position of the latest use in the stream of rows),
     smallest first. A use sets ``priority = age + uses * cost / bytes`` with the same cost for
-    every read; the age, 0 at the start, is the priority of the last victim; the count begins with
-    1 at each read, goes up by one per load. Victims go before the missing keys are admitted.
+    every read; the age, 0 at the start, is the largest priority of a victim so far (the last one's,
+    except after a load that protected a smaller one); the count begins with 1 at each read and
+    goes up by one per load. Victims go before the missing keys are admitted.
     Priorities are whole numbers, so that every machine gives the same result: ``cost / bytes`` is
     ``2**30 * smallest // bytes``, at least 1; an expert of 0 bytes counts as 1 byte. O(1) per
     hit, O(log n) per read or victim. With a cost in proportion to the bytes the rule would be

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from bmoe_lab.kernels import compiled
+from bmoe_lab.residency.inlining import inlined
 
 __all__ = ["KEY", "N_ENTRY", "VALUE", "arrange", "pop", "push", "replace_top"]
 
@@ -26,7 +26,7 @@ KEY: Final = 1
 N_ENTRY: Final = 2
 
 
-@compiled
+@inlined
 def _sink(heap: IntArray, begin: int, size: int, place: int, value: int, key: int) -> None:
     """Put an entry at `place`, or below it where it belongs."""
     while True:
@@ -60,13 +60,13 @@ def _sink(heap: IntArray, begin: int, size: int, place: int, value: int, key: in
     heap[begin + place, KEY] = key
 
 
-@compiled
+@inlined
 def replace_top(heap: IntArray, begin: int, size: int, value: int, key: int) -> None:
     """Put an entry in the place of the top."""
     _sink(heap, begin, size, 0, value, key)
 
 
-@compiled
+@inlined
 def pop(heap: IntArray, begin: int, size: int) -> None:
     """Take the top off; the heap has one entry less."""
     last = begin + size - 1
@@ -74,7 +74,7 @@ def pop(heap: IntArray, begin: int, size: int) -> None:
         _sink(heap, begin, size - 1, 0, heap[last, VALUE], heap[last, KEY])
 
 
-@compiled
+@inlined
 def push(heap: IntArray, begin: int, size: int, value: int, key: int) -> None:
     """Add an entry; the heap has one more."""
     place = size
@@ -89,7 +89,7 @@ def push(heap: IntArray, begin: int, size: int, value: int, key: int) -> None:
     heap[begin + place, KEY] = key
 
 
-@compiled
+@inlined
 def arrange(heap: IntArray, begin: int, size: int) -> None:
     """Make a heap of entries in any order."""
     for place in range((size - 2) // 4, -1, -1):

@@ -225,7 +225,8 @@ class LFU(ResidencyPolicy):
     of most libraries.
 
     With ``ageing=True`` the sort key is (priority, position of the latest use). A use sets
-    priority = count + age; the age, 0 at the start, is the priority of the last victim. Victims
+    priority = count + age; the age, 0 at the start, is the largest priority of a victim so far
+    (the last one's, except after a load that protected a smaller one). Victims
     go before the missing keys are admitted, so those already see the new age. Source: LFU with
     dynamic ageing, Arlitt, Cherkasova, Dilley, Friedrich and Jin 1999; there the count ends with
     an eviction (``keep_counts=False``).

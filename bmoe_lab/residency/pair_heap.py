@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from bmoe_lab.kernels import compiled
+from bmoe_lab.residency.inlining import inlined
 
 __all__ = ["FIRST", "KEY", "N_ENTRY", "SECOND", "arrange", "pop", "push", "replace_top"]
 
@@ -25,7 +25,7 @@ KEY: Final = 2
 N_ENTRY: Final = 3
 
 
-@compiled
+@inlined
 def _sink(heap: IntArray, begin: int, size: int, place: int, a: int, b: int, key: int) -> None:
     """Put an entry at `place`, or below it where it belongs."""
     while True:
@@ -53,13 +53,13 @@ def _sink(heap: IntArray, begin: int, size: int, place: int, a: int, b: int, key
     heap[begin + place, KEY] = key
 
 
-@compiled
+@inlined
 def replace_top(heap: IntArray, begin: int, size: int, a: int, b: int, key: int) -> None:
     """Put an entry in the place of the top of the heap ``heap[begin:begin + size]``."""
     _sink(heap, begin, size, 0, a, b, key)
 
 
-@compiled
+@inlined
 def pop(heap: IntArray, begin: int, size: int) -> None:
     """Take the top off; the heap has one entry less."""
     last = begin + size - 1
@@ -67,7 +67,7 @@ def pop(heap: IntArray, begin: int, size: int) -> None:
         _sink(heap, begin, size - 1, 0, heap[last, FIRST], heap[last, SECOND], heap[last, KEY])
 
 
-@compiled
+@inlined
 def push(heap: IntArray, begin: int, size: int, a: int, b: int, key: int) -> None:
     """Add an entry; the heap has one more."""
     place = size
@@ -86,7 +86,7 @@ def push(heap: IntArray, begin: int, size: int, a: int, b: int, key: int) -> Non
     heap[begin + place, KEY] = key
 
 
-@compiled
+@inlined
 def arrange(heap: IntArray, begin: int, size: int) -> None:
     """Make a heap of entries in any order."""
     for place in range((size - 2) // 4, -1, -1):

@@ -1,8 +1,8 @@
 """Policies whose victim has the smallest (priority, recency), where both only grow with a use.
 
-A use sets ``priority = age + uses * weight``. The age of the cache is the priority of the last
-victim, so that what is used again overtakes what was used often long ago. LFU with ageing has
-weight 1 for all keys, GDSF a larger one for smaller experts.
+A use sets ``priority = age + uses * weight``. The age of the cache is the largest priority of a
+victim so far, so that what is used again overtakes what was used often long ago. LFU with ageing
+has weight 1 for all keys, GDSF a larger one for smaller experts.
 
 The resident keys are a heap (:mod:`bmoe_lab.residency.pair_heap`). A use only writes the key's row
 of the table: its entry then lies too far up, never too far down, and is put right when it reaches
@@ -150,7 +150,7 @@ def load_priority(
                 aside[n_aside] = top
                 n_aside += 1
                 continue
-            age = table[top, _PRIORITY]
+            age = max(age, table[top, _PRIORITY])
             resident[top] = False
             resident_bytes -= key_bytes[top]
             out_keys[1, n_victims] = top

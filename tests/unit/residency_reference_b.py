@@ -73,7 +73,7 @@ class ReferenceAgeingLFU(ReferenceLFU):
 
     def victim(self, protected):
         key = super().victim(protected)
-        self.age = self.priority[key]
+        self.age = max(self.age, self.priority[key])
         return key
 
     def admit(self, key):

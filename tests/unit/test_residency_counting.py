@@ -401,3 +401,14 @@ def test_reference_lru_is_what_it_says():
     for _ in range(100):
         keys = rng.integers(0, 9, 2).tolist()
         assert one.load(keys) == other.load(keys)
+
+
+def test_age_does_not_go_back_after_a_load_that_protected_the_oldest():
+    """The victim of such a load has a larger priority than the key that was protected."""
+    state = LFU(keep_counts=False, ageing=True).start([1] * 5, 2)
+    victims = [
+        state.load(np.array(keys)).victims.tolist()
+        for keys in ([1], [1], [1], [1], [0], [0, 2], [3])
+    ]
+    assert victims[-2:] == [[1], [0]]  # of priorities 4 and 2
+    assert state.to_arrays()["age"].tolist() == [4]
