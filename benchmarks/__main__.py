@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import decoding, replaying, startup
-from bmoe_lab.runtime.settings import physical_cores
+from bmoe_lab.cores import physical_cores
 from bmoe_lab.sizes import format_size
 
 console = Console()

@@ -378,8 +378,8 @@ def doctor(
 
     import psutil
 
+    from bmoe_lab.cores import physical_cores
     from bmoe_lab.datasets import demo_model
-    from bmoe_lab.runtime.settings import physical_cores
     from bmoe_lab.seam.library import library
     from bmoe_lab.seam.userfault import userfault_status
     from bmoe_lab.streaming.reader import Reader

@@ -280,7 +280,7 @@ def _section(heading: str, note: str, figure: str) -> str:
 
 def _mark(name: str, trace: xr.Dataset) -> str:
     # Absent in what was imported: neither claimed to be lossless nor to be lossy.
-    word = {1: "lossless", 0: "lossy"}.get(trace.attrs.get("lossless"), "policy unknown")
+    word = {1: "lossless", 0: "lossy"}.get(trace.attrs.get("lossless", -1), "policy unknown")
     text = name if name.startswith(word) else f"{word}: {name}"
     if int(trace.attrs.get("counterfactual", 0)):
         text += " (counterfactual)"

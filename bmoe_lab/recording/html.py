@@ -38,7 +38,7 @@ def describe_html(trace: xr.Dataset, *, title: str = "Trace", calls: Sequence[st
     """
     attrs = trace.attrs
     used = np.unique(trace["n_expert_used"].values).tolist()
-    mark = {1: "lossless", 0: "LOSSY"}.get(attrs.get("lossless"), "policy unknown")
+    mark = {1: "lossless", 0: "LOSSY"}.get(attrs.get("lossless", -1), "policy unknown")
     n_evaluation = np.unique(trace["batch"].values).size
     rows = {
         "model": f"{attrs.get('model_name', 'unknown')} ({attrs.get('arch', 'unknown')})",

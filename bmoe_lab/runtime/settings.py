@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bmoe_lab.cores import physical_cores
 from bmoe_lab.errors import SettingsError, unknown_name
 from bmoe_lab.sizes import parse_size
 
-__all__ = ["Settings", "boolean", "integer", "one_of", "physical_cores"]
+__all__ = ["Settings", "boolean", "integer", "one_of"]
 
 DENSE_POLICIES = ("mmap", "anon")
 #: Positions of a context that the user leaves open, where the model was trained for as many.
@@ -139,12 +140,3 @@ def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise SettingsError(f"{name} must be True or False; got {value!r}.")
     return value
-
-
-def physical_cores() -> int:
-    """Return the physical cores that this process may use, at least 1."""
-    import psutil
-
-    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return max(1, min(physical, allowed))

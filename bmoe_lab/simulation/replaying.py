@@ -324,11 +324,11 @@ def _check_scores(trace: xr.Dataset, policy: RoutingPolicy) -> None:
 
 
 def _check_pair(policy: RoutingPolicy, cache: ResidencyPolicy | None, static: bool) -> None:
-    if static and policy.acts_at("select") and "cache" in policy.needs:
+    if static and policy.acts_at("select"):
         raise PolicyError(
-            f"policy must need no more than the chosen experts' residency; got {policy!r}, which "
-            "looks for others, and no trace records where those were. Replay it with a residency "
-            "policy, such as residency=bmoe_lab.residency.LRU('2 GiB')."
+            f"policy must leave the choice of experts alone; got {policy!r}, which picks others, "
+            "and no trace records where those were. Replay it with a residency policy, such as "
+            "residency=bmoe_lab.residency.LRU('2 GiB')."
         )
     if cache is not None and not cache.online and not policy.lossless:
         raise PolicyError(

@@ -362,7 +362,7 @@ def _seed(seed: object) -> int:
 
 def _jobs(n_jobs: object) -> int:
     if n_jobs is None:
-        from bmoe_lab.runtime.settings import physical_cores
+        from bmoe_lab.cores import physical_cores
 
         return physical_cores()
     if isinstance(n_jobs, bool) or not isinstance(n_jobs, int) or n_jobs < 1:

@@ -98,7 +98,7 @@ def test_replay_of_a_lossy_run_equals_the_run(demo_case, lossless, name):
 
 def test_replay_under_another_policy_differs_from_the_run(demo_case, lossless):
     """Test the test: another threshold shows."""
-    trace, cycle = lossless
+    _, cycle = lossless
     with open_session(demo_case, cache=cycle * 2) as session:
         run = session.generate(PROMPT[:280], n_predict=24, policy=routing.DropCold(1.0))
         budget = session.cache_budget_bytes

@@ -234,7 +234,7 @@ def test_replay_by_kernel_equals_replay_by_methods(trace, budget, policy):
     plain = type("Plain", (type(policy),), methods)(**policy.get_params())
     assert not plain.uses_kernel(stage)
     for cache in ({"residency": LRU(budget // 2)}, {"residency": "recorded"}):
-        if cache["residency"] == "recorded" and stage == "select" and "cache" in policy.needs:
+        if cache["residency"] == "recorded" and stage == "select":
             continue
         fast = replay(trace, routing=policy, seed=11, **cache)
         slow = replay(trace, routing=plain, seed=11, **cache)
@@ -297,8 +297,13 @@ def test_replay_of_recorded_residency_still_reads_what_another_token_asks_for():
 
 
 def test_replay_of_recorded_residency_refuses_what_looks_for_other_experts(trace):
-    with pytest.raises(PolicyError, match="no trace records where those were"):
-        replay(trace, residency="recorded", routing=CachePrior(0.5))
+    class Mine(RoutingPolicy):
+        def select(self, routing):
+            return None
+
+    for policy in (CachePrior(0.5), Mine()):
+        with pytest.raises(PolicyError, match="no trace records where those were"):
+            replay(trace, residency="recorded", routing=policy)
 
 
 def test_replay_of_recorded_residency_refuses_a_substituted_trace():

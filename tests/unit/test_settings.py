@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from bmoe_lab.cores import physical_cores
 from bmoe_lab.errors import SettingsError, UnknownNameError
 from bmoe_lab.residency import LRU
-from bmoe_lab.runtime.settings import Settings, physical_cores
+from bmoe_lab.runtime.settings import Settings
 
 DEFAULTS = {
     "cache": "auto",
