@@ -27,8 +27,10 @@ RECORDED = "recorded"
 # What a trace says of the run that recorded it, not of a replay.
 _OF_THE_RUN = frozenset(
     {"session_settings", "run_settings", "machine", "start_time", "ended_by", "journal_note",
-     "llama_cpp_python_version", "llama_cpp_commit", "instrumented", "record"}
+     "llama_cpp_python_version", "llama_cpp_commit", "instrumented"}
 )  # fmt: skip
+# The same, of other engines: what their files tell of a run's settings, speed and layout.
+_OF_ANOTHER_ENGINE = ("engine_", "bigmoeonedge_")
 _OF_THE_POLICY = frozenset({"policy", "policy_settings", "policy_fired", "policy_counters"})
 
 
@@ -158,7 +160,15 @@ def _attrs(
     warm: bool,
     seed: int,
 ) -> dict[str, Any]:
-    attrs = {name: value for name, value in trace.attrs.items() if name not in _OF_THE_RUN}
+    attrs = {
+        name: value
+        for name, value in trace.attrs.items()
+        if name not in _OF_THE_RUN and not str(name).startswith(_OF_ANOTHER_ENGINE)
+    }
+    # How many experts were asked for decides what was routed, whoever replays it.
+    width = json.loads(trace.attrs.get("session_settings", "{}")).get("n_expert_used")
+    if width is not None:
+        attrs["session_settings"] = {"n_expert_used": width}
     told = ("source", "residency_policy", "cache_budget_bytes", "cache_start", "policy", "lossless")
     attrs["replayed_from"] = {name: trace.attrs[name] for name in told if name in trace.attrs}
     attrs["source"] = "replay"
@@ -177,9 +187,13 @@ def _attrs(
             attrs.pop(name, None)
         attrs["policy"] = repr(routing)
         attrs["policy_settings"] = policy_settings(routing)
-        attrs["counterfactual"] = not routing.lossless
-        attrs["lossless"] = routing.lossless
+        # The router's choices already answer what a lossy run did to earlier layers.
+        attrs["counterfactual"] = not (routing.lossless and trace.attrs.get("lossless") == 1)
         attrs["seed"] = seed
+        if not routing.lossless:
+            attrs["lossless"] = 0
+        elif "lossless" in attrs:
+            attrs["lossless"] = 1
     return attrs
 
 

@@ -160,6 +160,38 @@ def test_replay_of_warm_run_goes_on_from_its_state(trace, budget):
         replay(warm, residency=LRU(budget))
 
 
+def test_replay_of_an_import_does_not_claim_to_be_lossless(trace, budget):
+    imported = trace.copy()
+    del imported.attrs["lossless"]
+    imported.attrs |= {"source": "import", "engine_summary": "{}", "bigmoeonedge_metrics": "{}"}
+    for policy in (None, routing.Lossless()):
+        again = replay(imported, residency=LRU(budget), routing=policy)
+        assert "lossless" not in again.attrs
+        assert "engine_summary" not in again.attrs
+        assert "bigmoeonedge_metrics" not in again.attrs
+        validate(again)
+    assert again.attrs["counterfactual"] == 1  # what an unknown policy did is not undone
+    assert replay(imported, residency=LRU(budget), routing=DropCold(1.0)).attrs["lossless"] == 0
+
+
+def test_replay_of_the_routers_choice_in_a_lossy_run_is_counterfactual(trace, budget):
+    again = replay(trace_of(policy="drop"), residency=LRU(budget), routing=routing.Lossless())
+    assert again.attrs["counterfactual"] == 1
+    assert again.attrs["lossless"] == 1
+    assert (again.action.values[again.expert_chosen.values >= 0] == Action.kept).all()
+    clean = replay(trace, residency=LRU(budget), routing=routing.Lossless())
+    assert clean.attrs["counterfactual"] == 0
+
+
+def test_replay_keeps_what_width_was_asked_for(trace, budget):
+    narrow = trace.assign_attrs(
+        session_settings=json.dumps({"n_expert_used": 4, "cache": "1"}), n_expert_used_model=8
+    )
+    again = replay(narrow, residency=LRU(budget))
+    assert json.loads(again.attrs["session_settings"]) == {"n_expert_used": 4}
+    assert "n_expert_used=4 of the model's 8" in bl.plots.theme.run_note(again.attrs)
+
+
 # --- settings -----------------------------------------------------------------------------------
 
 
