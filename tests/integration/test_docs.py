@@ -1,4 +1,4 @@
-"""The Python of the README runs."""
+"""The Python of the README and the docs runs, and what they list exists."""
 
 import re
 from pathlib import Path
@@ -8,30 +8,61 @@ import pytest
 import bmoe_lab as bl
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+PAGES = ["README.md", "docs/replay.md"]
+BLOCKS = [
+    (page, number, block)
+    for page in PAGES
+    for number, block in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.S)
+    )
+]
 
 
-def test_readme_has_python():
-    assert len(BLOCKS) >= 2
+@pytest.mark.parametrize("page", PAGES)
+def test_page_has_python(page):
+    assert any(block[0] == page for block in BLOCKS)
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_readme_block_runs(number, capsys):
+@pytest.mark.parametrize(
+    ("page", "number", "block"), BLOCKS, ids=[f"{page}-{number}" for page, number, _ in BLOCKS]
+)
+def test_block_runs(page, number, block, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = {"bl": bl}
-    exec(compile(BLOCKS[number], f"README block {number}", "exec"), names)
+    exec(compile(block, f"{page} block {number}", "exec"), names)
     shown = capsys.readouterr().out
-    assert shown or "class " in BLOCKS[number]
+    assert shown or "class " in block
 
 
-def test_readme_links_lead_somewhere():
-    text = (ROOT / "README.md").read_text()
-    targets = [t for t in re.findall(r"\]\(([^)]+)\)", text) if not t.startswith("http")]
-    assert targets
-    assert [t for t in targets if not (ROOT / t).exists()] == []
+def test_replay_page_lists_every_policy():
+    text = (ROOT / "docs/replay.md").read_text()
+    missing = [
+        name
+        for name in bl.residency.names()
+        if f"| `{name}` | `{bl.residency.get(name).__name__}` |" not in text
+    ]
+    missing += [
+        bl.routing.get(name).__name__
+        for name in bl.routing.names()
+        if f"`{bl.routing.get(name).__name__}" not in text and name != "lossless"
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    targets = [t for t in re.findall(r"\]\(([^)#]+)", text) if not t.startswith("http")]
+    assert targets or page != "README.md"
+    assert [t for t in targets if not ((ROOT / page).parent / t).exists()] == []
 
 
 def test_every_command_is_in_the_readme_or_help():
     from bmoe_lab.cli import app
 
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert names == {"demo", "record", "score", "compare", "recover", "info", "doctor"}
+    assert names == {
+        "demo", "record", "score", "compare", "replay", "sweep", "recover", "info", "doctor",
+    }  # fmt: skip
