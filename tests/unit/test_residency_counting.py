@@ -268,6 +268,13 @@ def test_least_stale_hits_where_lru_cannot():
     assert hits["least_stale"] >= 19 * (n_layer - 2)
 
 
+def test_least_stale_begins_a_pass_where_the_layer_does_not_increase():
+    state = LeastStale().start([1] * 6, 3, n_layer=3)
+    for keys in ([0], [2], [3]):
+        state.load(np.array(keys))
+    assert state.load(np.array([4, 5])).victims.tolist() == [2, 0]
+
+
 def test_pin_keeps_what_it_names_and_reads_nothing_ahead():
     state = Pin(profile=[0, 9, 0, 0], room=2).start([1] * 4, 3)
     assert not state.contains().any()

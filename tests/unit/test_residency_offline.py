@@ -94,16 +94,17 @@ def test_belady_is_beaten_by_no_online_policy_with_experts_of_equal_size(stream)
 
 
 def test_belady_sweeps_its_heap_without_losing_an_entry():
-    """Many more uses than the heap has room for, hardly an eviction between them."""
+    """Many more uses than the heap has room for."""
     rng = np.random.default_rng(6)
-    loads = [rng.choice(9, 3, replace=False).tolist() for _ in range(400)]
-    loads += [[key] for key in rng.integers(0, 12, 200).tolist()]
+    share = rng.dirichlet(np.full(60, 0.5))
+    loads = [rng.choice(60, 4, p=share).tolist() for _ in range(1500)]
     keys, offsets = flat(loads)
-    log = Belady().start(np.ones(12), 8).load_many(keys, offsets, next_use(keys, offsets, 12))
-    slow = ReferenceBelady([1] * 12, 8, loads=loads)
+    log = Belady().start(np.ones(60), 30).load_many(keys, offsets, next_use(keys, offsets, 60))
+    slow = ReferenceBelady([1] * 60, 30, loads=loads)
     served = [slow.load(load) for load in loads]
     assert log.residency.tolist() == list(chain(*(one.residency for one in served)))
     assert log.evictions.tolist() == [len(one.victims) for one in served]
+    assert log.evictions.sum() > 100
 
 
 def test_belady_survives_a_future_that_is_not_true():
@@ -250,6 +251,15 @@ def test_stack_distances_survive_many_gaps():
     for budget in (0, 17, 60, 150, 220):
         log = LRU().start(sizes, budget).load_many(keys, offsets)
         assert ((distances > budget) == log.first).all()
+
+
+def test_stack_distances_after_a_restart_are_those_of_the_rest_alone():
+    rng = np.random.default_rng(11)
+    keys, offsets = rng.integers(0, 50, 1000), np.arange(0, 1001, 5)
+    sizes = rng.integers(1, 9, 50)
+    whole = stack_distances(keys, offsets, sizes, restarts=np.array([0, 90]))
+    rest = stack_distances(keys[450:], offsets[90:] - 450, sizes)
+    np.testing.assert_array_equal(whole[450:], rest)
 
 
 def test_lru_curve_of_nothing_is_unknown():
