@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -109,6 +109,9 @@ class Plan:
     routing: dict[str, RoutingPolicy | None]
     budgets: npt.NDArray[np.int64]
     wanted: npt.NDArray[np.bool_]
+    _made: dict[Cell, tuple[ResidencyPolicy, RoutingPolicy | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -123,10 +126,14 @@ class Plan:
                     yield Cell(trace, residency, budget, routing)
 
     def policies(self, cell: Cell) -> tuple[ResidencyPolicy, RoutingPolicy | None]:
-        """Return the policies of a cell, the residency policy as a clone with its budget."""
-        policy = list(self.residency.values())[cell.residency]
-        params = {**policy.get_params(), "budget": int(self.budgets[cell.budget])}
-        return type(policy)(**params), list(self.routing.values())[cell.routing]
+        """Return the policies of a cell, the residency policy as its own clone with its budget."""
+        made = self._made.get(cell)
+        if made is None:
+            policy = list(self.residency.values())[cell.residency]
+            params = {**policy.get_params(), "budget": int(self.budgets[cell.budget])}
+            made = type(policy)(**params), list(self.routing.values())[cell.routing]
+            self._made[cell] = made
+        return made
 
     def label(self, cell: Cell) -> str:
         """Return the combination in words."""

@@ -291,13 +291,15 @@ def test_sweep_interrupted_returns_what_was_finished():
     trace = short_trace()
     expected = quiet(trace, residency=["lru"], budgets=BUDGETS)
     slow = [Plain("interrupt"), "fifo"]
-    with pytest.warns(BmoeLabWarning, match=r"interrupted: \d of 9 cells are finished"):
+    with pytest.warns(BmoeLabWarning, match=r"interrupted: \d of 9 cells are finished") as said:
         grid = quiet(trace, residency=["lru", *slow], budgets=BUDGETS)
     assert grid.attrs["complete"] == 0
     assert "interrupted" in grid.attrs["stopped"]
     done = grid.hit_rate_decode.sel(residency="lru", drop=True)
     xr.testing.assert_equal(done, expected.hit_rate_decode.isel(residency=0, drop=True))
-    assert np.isnan(grid.hit_rate_decode.sel(residency="fifo")[..., -1, :]).all()
+    # How far the threads had come is for the machine to say; what is there is what was counted.
+    n_done = int(grid.hit_rate_decode.notnull().sum())
+    assert f"interrupted: {n_done} of 9" in str(said[0].message)
 
 
 def test_sweep_interrupted_before_anything_is_finished_raises(monkeypatch):
