@@ -152,5 +152,5 @@ def _pairs(
     # Slots that do not count are set far apart, so that no pair of them looks like neighbours.
     apart = -2 * np.arange(1, expert.shape[-1] + 1, dtype=np.int32)
     ids = np.sort(np.where(counted, expert, apart), axis=-1)
-    pairs = ((np.diff(ids, axis=-1) == 1) & (ids[..., 1:] > 0)).sum(axis=-1)
+    pairs = (np.diff(ids, axis=-1) == 1).sum(axis=-1)
     return pairs, counted.sum(axis=-1)

@@ -49,6 +49,13 @@ def test_time_split_under_overlap_claims_no_reading():
     assert (actual["wait"], actual["rest"]) == (0.25, 0.75)
 
 
+def test_time_split_under_overlap_claims_no_reading_even_if_it_would_fit():
+    """Part of it passed beside the computing; how much, nobody knows."""
+    actual = split(timed(wall_s=(9, 1, 3), io_s=(9, 0.5, 0.5), stall_s=(0, 0, 1)))
+    assert np.isnan(actual["read"])
+    assert actual["rest"] == 0.75
+
+
 def test_time_split_reading_that_does_not_fit_is_no_part():
     """Overlap without a stall: the recorded computing fills the wall time by itself."""
     trace = timed(wall_s=(9, 1, 1), io_s=(9, 1, 1), stall_s=(0, 0, 0), compute_s=(9, 1, 1))
