@@ -47,6 +47,7 @@ _MEANING = {
     "substitution_rate": ("1", "routed slots that the routing policy gave to another expert"),
     "weight_discarded": ("1", "router weight whose expert did not run"),
 }
+_OF_ROUTING = ("drop_rate", "substitution_rate", "weight_discarded")
 
 
 def sweep(
@@ -198,7 +199,14 @@ class _Result:
     def __init__(self, plan: Plan, settings: Settings) -> None:
         self.plan, self.settings = plan, settings
         self.facts: list[TraceFacts] = []
-        self.values: dict[str, npt.NDArray[np.float64]] = {}
+        # Unknown until finished, so that a sweep cut short has all its variables too.
+        acts = any(policy is not None for policy in plan.routing.values())
+        self.values: dict[str, npt.NDArray[np.float64]] = {
+            f"{name}_{phase}": np.full(plan.shape, np.nan)
+            for phase in settings.phases
+            for name in _MEANING
+            if acts or name not in _OF_ROUTING
+        }
         self.notes: list[dict[str, Any]] = []
         self.never_fired: set[int] = set(range(len(plan.routing)))
         self.n_todo = 0
@@ -230,8 +238,6 @@ class _Result:
     def add(self, cell: Cell, values: Mapping[str, float], fired: bool) -> None:
         """Take the figures of a finished cell."""
         for name, value in values.items():
-            if name not in self.values:
-                self.values[name] = np.full(self.plan.shape, np.nan)
             self.values[name][cell.index] = value
         if fired:
             self.never_fired.discard(cell.routing)
