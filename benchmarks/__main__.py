@@ -12,7 +12,7 @@ import platformdirs
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import decoding, replaying, startup
+from benchmarks import decoding, replaying, startup, sweep_memory
 from bmoe_lab.cores import physical_cores
 from bmoe_lab.sizes import format_size
 
@@ -32,19 +32,24 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="*",
-        choices=["startup", "replay", "memory", "streamed"],
+        choices=["startup", "replay", "sweep-memory", "memory", "streamed"],
         help="run these parts",
+    )
+    parser.add_argument(
+        "--sweep-tokens", type=int, default=10_000_000, help="tokens of the swept Zarr trace"
     )
     parser.add_argument(
         "--route-csv", type=Path, help="replay this BigMoeOnEdge trace, not a synthetic one"
     )
     options = parser.parse_args()
-    parts = options.only or ["startup", "replay", "memory", "streamed"]
+    parts = options.only or ["startup", "replay", "sweep-memory", "memory", "streamed"]
     figures: dict[str, object] = {}
     if "startup" in parts:
         figures["startup"] = _startup(options.rounds)
     if "replay" in parts:
         figures["replay"] = _replay(options.rounds, options.route_csv)
+    if "sweep-memory" in parts:
+        figures["sweep-memory"] = _sweep_memory(options.sweep_tokens)
     if "memory" in parts or "streamed" in parts:
         model = options.model or _model(options.folder)
         memory = _memory(model, options)
@@ -105,6 +110,30 @@ def _replay(rounds: int, csv: Path | None) -> dict[str, object]:
         table.add_row(name, f"{1000 * value:.1f}")
     console.print(table)
     return {"million_requests_per_s": speeds, "seconds": seconds}
+
+
+def _sweep_memory(n_token: int) -> list[dict[str, float]]:
+    table = Table(
+        title=(
+            "sweep of a synthetic Zarr trace (4 layers, top-2 of 64; LRU and S3-FIFO at 2 "
+            "budgets) on 2 dask workers: peak of the larger worker, kernels compiled before"
+        )
+    )
+    for heading in ("tokens", "trace in memory", "peak before", "peak after", "seconds"):
+        table.add_column(heading, justify="right")
+    found = []
+    for size in (n_token // 10, n_token):
+        row = sweep_memory.measure(size)
+        found.append(row)
+        table.add_row(
+            f"{size:,}",
+            format_size(row["array_bytes"]),
+            format_size(row["peak_before_bytes"]),
+            format_size(row["peak_bytes"]),
+            f"{row['seconds']:.1f}",
+        )
+    console.print(table)
+    return found
 
 
 def _ratios(arm: decoding.Arm, base: decoding.Arm) -> list[float]:
