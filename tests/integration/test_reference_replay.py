@@ -16,6 +16,7 @@ from bmoe_lab.errors import PolicyNeverFiredWarning
 from bmoe_lab.residency import LRU
 from bmoe_lab.routing import DropCold, FewerExperts
 from bmoe_lab.schema import validate
+from bmoe_lab.simulation import load_stream
 
 pytestmark = pytest.mark.reference_data
 
@@ -131,3 +132,31 @@ def test_neutral_settings_over_a_real_trace_change_nothing(traces):
             again = bl.replay(trace, residency="recorded", routing=policy)
         np.testing.assert_array_equal(again.read_bytes.values, trace.read_bytes.values)
         assert counters(again)["examined"] == 36864
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_replay_gives_the_engines_own_hit_rate_at_every_step(reference_data, tag):
+    """The engine printed its cumulative hit rate, prefill included, with each token."""
+    folder = reference_data / "bigmoeonedge" / "2026-07-15-route-trace"
+    trace = from_bigmoeonedge(folder / f"{tag}.route.csv", metrics=folder / f"{tag}.metrics")
+    again = bl.replay(trace, residency=LRU(BUDGET[tag]))
+    lookup = bl.metrics.first_of_load(again).values
+    hit = lookup & (again.residency.values == 1)
+    lookups = lookup.sum(axis=(1, 2)).cumsum()
+    hits = hit.sum(axis=(1, 2)).cumsum()
+    decode = trace.phase.values == 1
+    actual = (100 * hits / lookups)[decode]
+    printed = trace["engine_cache_hit_pct"].values[decode]
+    assert not np.isnan(printed).any()
+    np.testing.assert_allclose(actual, printed, rtol=0, atol=0.005 + 1e-9)
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_loads_and_token_cycle_of_the_recorded_traces(traces, tag):
+    trace = traces[tag]
+    stream = load_stream(trace)
+    phases = np.bincount(stream.phase, minlength=2).tolist()
+    expected = {"qwen": [48, 6144], "gemma": [30, 3840], "gptoss": [36, 2304]}
+    assert phases == expected[tag]
+    cycle = int(trace.moe.token_cycle_bytes())
+    assert round(cycle / 2**20) == {"qwen": 785, "gemma": 676, "gptoss": 908}[tag]
