@@ -80,7 +80,7 @@ policies = [
     "stationary_oracle",
 ]
 grid = bl.sweep({"demo": demo}, residency=policies, budgets=bl.budgets(demo, n=20), progress=False)
-grid.moe.plot.hit_rate_over_budget()
+grid.moe.plot.budget_curve()
 
 # %% [markdown]
 # The same numbers as a table. A cell is one replay; dims and units are labelled.
@@ -128,7 +128,7 @@ imported.attrs["model_name"], dict(imported.sizes), imported.attrs["source"]
 # %%
 sizes = bl.budgets(imported, n=20)
 bounds = bl.sweep({"imported": imported}, residency=policies, budgets=sizes, progress=False)
-bounds.moe.plot.hit_rate_over_budget()
+bounds.moe.plot.budget_curve()
 
 # %%
 cycle = int(imported.moe.token_cycle_bytes())

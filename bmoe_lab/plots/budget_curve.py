@@ -10,7 +10,7 @@ from bmoe_lab.errors import SchemaError, SettingsError, unknown_name
 from bmoe_lab.metrics._shared import PhaseName
 from bmoe_lab.plots import theme
 
-__all__ = ["plot_hit_rate_over_budget"]
+__all__ = ["plot_budget_curve"]
 
 _BOUNDS = ("belady", "stationary_oracle")
 OTHERS = "other online policies"
@@ -21,7 +21,7 @@ _NAMES = {
 }
 
 
-def plot_hit_rate_over_budget(
+def plot_budget_curve(
     sweep: xr.Dataset,
     *,
     trace: str | None = None,
@@ -66,7 +66,7 @@ def plot_hit_rate_over_budget(
     >>> made = bl.testing.make_trace(n_token=40, n_layer=2, seed=0)
     >>> sizes = bl.budgets(made, n=4)
     >>> grid = bl.sweep(made, residency=["lru", "lfu"], budgets=sizes, progress=False)
-    >>> [line.name for line in plot_hit_rate_over_budget(grid).data]
+    >>> [line.name for line in plot_budget_curve(grid).data]
     ['other online policies', 'best online policy', 'LRU']
     """
     variable = f"hit_rate_{phase}"

@@ -5,7 +5,7 @@ import pytest
 
 import bmoe_lab as bl
 from bmoe_lab.errors import SchemaError, SettingsError, UnknownNameError
-from bmoe_lab.plots import plot_hit_rate_over_budget
+from bmoe_lab.plots import plot_budget_curve
 
 NAMES = ["lru", "lfu", "fifo", "belady", "stationary_oracle"]
 
@@ -25,7 +25,7 @@ def grid():
 
 @pytest.fixture(scope="module")
 def figure(grid):
-    return plot_hit_rate_over_budget(grid, trace="t1")
+    return plot_budget_curve(grid, trace="t1")
 
 
 def line(figure, start):
@@ -62,13 +62,13 @@ def test_figure_marks_the_token_cycle(grid, figure):
 
 def test_figure_of_several_traces_wants_one_chosen(grid):
     with pytest.raises(SettingsError, match=r"trace must be chosen.*\['t0', 't1'\]"):
-        plot_hit_rate_over_budget(grid)
+        plot_budget_curve(grid)
     with pytest.raises(UnknownNameError, match="trace must be one of"):
-        plot_hit_rate_over_budget(grid, trace="t9")
+        plot_budget_curve(grid, trace="t9")
 
 
 def test_figure_of_a_routing_policy_says_open_loop(grid):
-    figure = plot_hit_rate_over_budget(grid, trace="t0", routing="FewerExperts(n_used=2)")
+    figure = plot_budget_curve(grid, trace="t0", routing="FewerExperts(n_used=2)")
     assert "counterfactual" in figure.layout.title.subtitle.text
     # Bounds that do not exist are not drawn.
     assert [drawn.name for drawn in figure.data] == [
@@ -78,10 +78,10 @@ def test_figure_of_a_routing_policy_says_open_loop(grid):
 
 def test_figure_of_something_else_is_refused(grid):
     with pytest.raises(SchemaError, match=r"must be what bmoe_lab\.sweep returned"):
-        plot_hit_rate_over_budget(bl.testing.make_trace(8))
+        plot_budget_curve(bl.testing.make_trace(8))
     with pytest.raises(SchemaError, match="Sweep with phase='prefill'"):
-        plot_hit_rate_over_budget(grid, trace="t0", phase="prefill")
+        plot_budget_curve(grid, trace="t0", phase="prefill")
 
 
 def test_figure_is_found_by_the_accessor(grid):
-    assert grid.moe.plot.hit_rate_over_budget(trace="t0").data
+    assert grid.moe.plot.budget_curve(trace="t0").data
