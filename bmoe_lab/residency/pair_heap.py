@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from bmoe_lab.residency.inlining import inlined
+from bmoe_lab.kernels import inlined
 
 __all__ = ["FIRST", "KEY", "N_ENTRY", "SECOND", "arrange", "pop", "push", "replace_top"]
 
