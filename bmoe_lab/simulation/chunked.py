@@ -18,7 +18,8 @@ import xarray as xr
 from bmoe_lab.errors import SettingsError
 from bmoe_lab.kernels import compiled
 from bmoe_lab.residency import ResidencyPolicy, ResidencyState
-from bmoe_lab.residency.base import NO_FUTURE, LoadLog
+from bmoe_lab.residency.base import NO_FUTURE
+from bmoe_lab.simulation.serving import join_logs
 from bmoe_lab.simulation.stream import LoadStream, load_stream
 from bmoe_lab.simulation.tally import N_PHASE, Tally, first_requests
 from bmoe_lab.sizes import format_size
@@ -329,7 +330,7 @@ class CacheRun:
             logs.append(
                 self._state.load_many(stream.keys[low:high], offsets, chunk.future[low:high])
             )
-        self.tally.add(stream, chunk.lookup, self._expert_bytes, _joined(logs))
+        self.tally.add(stream, chunk.lookup, self._expert_bytes, join_logs(logs))
 
     def _begin(self) -> None:
         """Empty the cache."""
@@ -344,14 +345,3 @@ class CacheRun:
         else:
             self._state.clear()
         policy.begin_stream(self._state, self._n_load)
-
-
-def _joined(logs: list[LoadLog]) -> LoadLog:
-    if len(logs) == 1:
-        return logs[0]
-    return LoadLog(
-        *(
-            np.concatenate([getattr(log, name) for log in logs])
-            for name in ("residency", "first", "evictions", "resident_bytes")
-        )
-    )

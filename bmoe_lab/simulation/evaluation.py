@@ -18,11 +18,11 @@ import xarray as xr
 
 from bmoe_lab import metrics
 from bmoe_lab.errors import BmoeLabError
-from bmoe_lab.residency import ResidencyPolicy, StationaryOracle
 from bmoe_lab.schema import Phase
 from bmoe_lab.simulation.chunked import CacheRun, Chunk, chunk_tokens, chunks, segment_counts
 from bmoe_lab.simulation.plan import Cell, Plan, TraceFacts
 from bmoe_lab.simulation.replaying import replay
+from bmoe_lab.simulation.serving import counts_stream
 from bmoe_lab.simulation.tally import N_PHASE
 
 __all__ = ["CellFailed", "Report", "Settings", "evaluate_trace", "refusal"]
@@ -141,10 +141,6 @@ def _is_whole(trace: xr.Dataset) -> bool:
     return trace.sizes["token"] <= chunk_tokens(trace)
 
 
-def _wants_counts(policy: ResidencyPolicy) -> bool:
-    return isinstance(policy, StationaryOracle) and policy.profile is None
-
-
 def _serve_group(
     plan: Plan,
     trace: xr.Dataset,
@@ -159,7 +155,7 @@ def _serve_group(
     future = policies[cells[0]].needs_future
     counts = None
     # In one piece it counts the stream itself.
-    if not _is_whole(trace) and any(map(_wants_counts, policies.values())):
+    if not _is_whole(trace) and any(map(counts_stream, policies.values())):
         counts = segment_counts(trace)
     runs = {
         cell: CacheRun(
@@ -167,7 +163,7 @@ def _serve_group(
             facts.key_bytes,
             facts.n_layer,
             n_load,
-            counts if _wants_counts(policy) else None,
+            counts if counts_stream(policy) else None,
         )
         for cell, policy in policies.items()
     }

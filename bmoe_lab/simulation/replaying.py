@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import xarray as xr
 
 from bmoe_lab.errors import PolicyError, PolicyNeverFiredWarning, SchemaError, SettingsError
-from bmoe_lab.residency import ResidencyPolicy, ResidencyState, token_cycle
+from bmoe_lab.residency import ResidencyPolicy, ResidencyState
 from bmoe_lab.residency import get as residency_class
-from bmoe_lab.residency.base import NO_FUTURE, LoadLog
 from bmoe_lab.routing import ModelFacts, RoutingPolicy
 from bmoe_lab.routing.engine import as_policy
 from bmoe_lab.schema import STATE_PREFIX, Action, Residency
 from bmoe_lab.simulation.coupled import run_coupled
+from bmoe_lab.simulation.plan import trace_facts
 from bmoe_lab.simulation.replayed_trace import RECORDED, replayed_trace
 from bmoe_lab.simulation.routed import Routed, RoutedRows
-from bmoe_lab.simulation.stream import LoadStream, cache_facts, load_stream
+from bmoe_lab.simulation.serving import serve_around_dropped, serve_stream
+from bmoe_lab.simulation.stream import cache_facts, load_stream
 
-__all__ = ["RECORDED", "as_residency", "replay", "serve_stream"]
+__all__ = ["RECORDED", "as_residency", "replay"]
 
 
 def replay(
@@ -125,7 +127,9 @@ def replay(
         state, warm = _start_state(trace, cache, start)
         dropped = np.asarray(trace["action"].values).ravel()[stream.cells] == Action.dropped
         if dropped.any():
-            log = _serve_around_dropped(trace, stream, state, dropped)
+            chosen = np.asarray(trace["expert_chosen"].values).ravel()[stream.cells]
+            chosen = chosen.astype(np.int64) + stream.per_row(stream.layer) * stream.n_expert
+            log = serve_around_dropped(stream, cache, state, chosen, dropped)
         else:
             log = serve_stream(stream, cache, state)
     else:
@@ -189,71 +193,6 @@ def as_residency(policy: ResidencyPolicy | str, budget: int | str | None) -> Res
     return type(policy)(**{**policy.get_params(), "budget": budget})
 
 
-def serve_stream(
-    stream: LoadStream,
-    policy: ResidencyPolicy,
-    state: ResidencyState,
-) -> LoadLog:
-    """Return what a cache finds and does over a whole stream.
-
-    Parameters
-    ----------
-    stream : LoadStream
-        The loads.
-    policy : ResidencyPolicy
-        Whose `state` it is.
-    state : ResidencyState
-        The cache in its start state; it is used.
-    """
-    logs = []
-    for number, (begin, end) in enumerate(stream.segments()):
-        if number:
-            state.clear()
-        low, high = int(stream.offsets[begin]), int(stream.offsets[end])
-        offsets = stream.offsets[begin : end + 1] - low
-        keys = stream.keys[low:high]
-        policy.begin_stream(state, end - begin)
-        future = NO_FUTURE
-        if policy.needs_future:
-            from bmoe_lab.residency.future import next_use
-
-            future = next_use(keys, offsets, stream.n_key)
-        logs.append(state.load_many(keys, offsets, future))
-    if len(logs) == 1:
-        return logs[0]
-    return LoadLog(
-        *(
-            np.concatenate([getattr(log, name) for log in logs])
-            for name in ("residency", "first", "evictions", "resident_bytes")
-        )
-    )
-
-
-def _serve_around_dropped(
-    trace: xr.Dataset, stream: LoadStream, state: ResidencyState, dropped: Any
-) -> LoadLog:
-    """Serve a stream in which slots were dropped: they show where the dropped expert was.
-
-    Load by load, since that is known only just before the load.
-    """
-    chosen = np.asarray(trace["expert_chosen"].values).ravel()[stream.cells].astype(np.int64)
-    chosen += stream.per_row(stream.layer) * stream.n_expert
-    residency, first = np.empty(chosen.size, np.uint8), np.empty(chosen.size, np.bool_)
-    evictions, held = np.empty(stream.n_load, np.int64), np.empty(stream.n_load, np.int64)
-    restarts = set(stream.restarts.tolist()[1:])
-    offsets = stream.offsets.tolist()
-    for load in range(stream.n_load):
-        if load in restarts:
-            state.clear()
-        rows = slice(offsets[load], offsets[load + 1])
-        before = state.contains()[chosen[rows]]
-        served = state.load(stream.keys[rows])
-        residency[rows] = np.where(dropped[rows], before, served.residency)
-        first[rows] = served.first
-        evictions[load], held[load] = served.victims.size, state.resident_bytes
-    return LoadLog(residency, first, evictions, held)
-
-
 def _start_state(
     trace: xr.Dataset, policy: ResidencyPolicy, start: str
 ) -> tuple[ResidencyState, bool]:
@@ -290,26 +229,17 @@ def _same_rule(policy: ResidencyPolicy, recorded: str) -> bool:
 
 
 def _facts(trace: xr.Dataset, cache: ResidencyPolicy | None) -> ModelFacts:
-    used = np.asarray(trace["n_expert_used"].values)
-    key_bytes, n_layer, n_expert = cache_facts(trace)
+    facts = trace_facts(trace)
     if cache is not None:
         budget = cache.budget_bytes
     else:
         budget = trace.attrs.get("cache_budget_bytes")
-        if budget is None:
+        if budget is None and "residency" in trace.variables:
             # An import may not tell; a hit proves that something was kept.
             found = np.asarray(trace["residency"].values)
             hit = (found == Residency.hit) | (found == Residency.hit_speculative)
-            budget = int(key_bytes.sum()) if hit.any() else None
-    return ModelFacts(
-        n_layer=n_layer,
-        n_expert=n_expert,
-        n_expert_used=int(used.max()),
-        cache_budget=None if budget is None else int(budget),
-        token_cycle_bytes=token_cycle(np.asarray(trace["expert_bytes"].values), used),
-        scores_available="router_score" in trace.variables,
-        weights_available="weight_chosen" in trace.variables,
-    )
+            budget = int(facts.key_bytes.sum()) if hit.any() else None
+    return replace(facts.routing, cache_budget=None if budget is None else int(budget))
 
 
 def _check_scores(trace: xr.Dataset, policy: RoutingPolicy) -> None:

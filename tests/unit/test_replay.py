@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 import bmoe_lab as bl
-from bmoe_lab import routing
+from bmoe_lab import residency, routing
 from bmoe_lab.errors import (
     PolicyError,
     PolicyNeverFiredWarning,
@@ -306,6 +306,28 @@ def test_replay_drops_only_what_the_replayed_cache_lacks(trace, budget):
     np.testing.assert_allclose(
         again.weight_applied.sum("slot").values, trace.weight_chosen.sum("slot").values, rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("cold_turns", [False, True])
+@pytest.mark.parametrize("name", residency.names())
+def test_replay_of_a_lossy_trace_under_any_policy_is_that_of_what_ran(budget, name, cold_turns):
+    """Those that know the future were refused, though what ran is as well known as in any trace."""
+    trace = trace_of().assign_attrs(cold_turns=int(cold_turns))
+    trace["turn"] = trace.turn.copy(data=np.arange(60) // 30)
+    lossy = replay(trace, residency=LRU(budget // 2), routing=DropCold(1.0))
+    # The same loads without a word of what was dropped.
+    ran = lossy.assign(action=lossy.action.where(lossy.action == 255, 0).astype(np.uint8))
+    dropped = lossy.action.values == Action.dropped
+    given = {"profile": np.ones((3, trace.attrs["n_expert"]))} if name == "pin" else {}
+    cache = residency.get(name)(budget=budget // 2, **given)
+    actual, expected = replay(lossy, residency=cache), replay(ran, residency=cache)
+    for field in ("read_bytes", "evictions", "cache_resident_bytes"):
+        np.testing.assert_array_equal(actual[field].values, expected[field].values)
+    np.testing.assert_array_equal(
+        actual.residency.values[~dropped], expected.residency.values[~dropped]
+    )
+    if name == "lru":
+        np.testing.assert_array_equal(actual.residency.values, lossy.residency.values)
 
 
 def test_replay_of_recorded_residency_leaves_it_as_it_was(trace):
