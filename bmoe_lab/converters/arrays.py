@@ -152,6 +152,10 @@ def to_routed_experts(
     TraceFormatError
         If slots were dropped and `which` is ``"applied"``.
 
+    Notes
+    -----
+    The form in which vLLM and SGLang hand out the experts of a request, (sequence, layer, top-k).
+
     Examples
     --------
     >>> from bmoe_lab.testing import make_trace

@@ -49,6 +49,11 @@ def to_bigmoeonedge(
     metrics : path-like, optional
         Also write the per-token CSV that the trace was read with.
 
+    Returns
+    -------
+    pathlib.Path
+        The file of the routes.
+
     Raises
     ------
     TraceFormatError
@@ -66,6 +71,15 @@ def to_bigmoeonedge(
     Refused: substituted and reweighted slots (the format has one id and one weight per row),
     drafts, two expert groups in a block, layers of different width or without a size, experts that
     are not streamed, and evaluations that the order of the rows cannot tell apart.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from bmoe_lab.testing import make_trace
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = to_bigmoeonedge(make_trace(n_token=4, n_layer=2), f"{folder}/a.route.csv")
+    ...     path.read_text().splitlines()[0]
+    '# route_trace v1'
     """
     validate(ds)
     layout = _layout(ds)

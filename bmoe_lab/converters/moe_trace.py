@@ -183,12 +183,31 @@ def to_moe_trace(ds: xr.Dataset, path: str | os.PathLike[str]) -> Path:
     path : path-like
         The file; an existing one is replaced.
 
+    Returns
+    -------
+    pathlib.Path
+        The file.
+
     Raises
     ------
     TraceFormatError
         If the format cannot hold the trace.
     TraceFileError
         If the file cannot be written.
+
+    Notes
+    -----
+    A heading, then one line per routed slot, evaluation by evaluation, layer by layer. Source:
+    llama.cpp pull request 28544, ``examples/moe-trace``.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from bmoe_lab.testing import make_trace
+    >>> trace = make_trace(n_token=2, n_layer=2, n_used=2, n_prefill=0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     len(to_moe_trace(trace, f"{folder}/moe_trace.csv").read_text().splitlines())
+    9
     """
     validate(ds)
     expert, batch = ds["expert_chosen"].values, ds["batch"].values

@@ -67,12 +67,22 @@ def to_parquet(ds: xr.Dataset, path: str | os.PathLike[str]) -> Path:
     path : path-like
         The file; an existing one is replaced.
 
+    Returns
+    -------
+    pathlib.Path
+        The file.
+
     Raises
     ------
     SchemaError
         If it is not a valid trace.
     TraceFileError
         If it cannot be written; what was there before is left as it was.
+
+    Notes
+    -----
+    The names ``indices`` and ``scores`` of the lists are those of FLAME-MoE routing traces; the
+    columns are in docs/formats.md.
 
     Examples
     --------
@@ -155,6 +165,16 @@ def from_parquet(path: str | os.PathLike[str], *, n_expert: int | None = None) -
     -----
     Source of the capture's form: FLAME-MoE routing traces (``scores`` list<float16>[k], ``indices``
     list<int16>[k]).
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import pandas as pd
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pd.DataFrame({"indices": [[2, 0], [1, 3]]}).to_parquet(f"{folder}/layer_0.parquet")
+    ...     trace = from_parquet(folder, n_expert=4)
+    >>> trace.expert_chosen[:, 0].values.tolist(), trace.attrs["source"]
+    ([[2, 0], [1, 3]], 'import')
     """
     import pyarrow as pa
     from pyarrow import parquet

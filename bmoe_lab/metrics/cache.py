@@ -352,6 +352,16 @@ def first_of_load(trace: xr.Dataset) -> xr.DataArray:
         Shape (token, layer, slot), bool. Rows that were dropped, not routed or not streamed are
         never lookups.
 
+    Raises
+    ------
+    SchemaError
+        If ``residency`` is absent.
+
+    Notes
+    -----
+    Rows of a layer are in token-major order. Source: the rule of BigMoeOnEdge's cache replay, one
+    lookup per distinct expert of a batch.
+
     Examples
     --------
     >>> from bmoe_lab.testing import make_trace

@@ -58,6 +58,10 @@ def read_bytes_per_token(
     SchemaError
         If ``read_bytes`` is absent.
 
+    Notes
+    -----
+    ``sum of read_bytes / tokens of the phase``.
+
     Examples
     --------
     >>> from bmoe_lab.testing import make_trace

@@ -55,6 +55,10 @@ def drop_rate(
     SchemaError
         If ``action`` is absent.
 
+    Notes
+    -----
+    ``slots with action dropped / routed slots``.
+
     Examples
     --------
     >>> from bmoe_lab.testing import make_trace
@@ -93,6 +97,10 @@ def substitution_rate(
     ------
     SchemaError
         If ``action`` is absent.
+
+    Notes
+    -----
+    ``slots with action substituted / routed slots``.
 
     Examples
     --------

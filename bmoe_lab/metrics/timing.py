@@ -220,6 +220,10 @@ def major_faults_per_token(
     SchemaError
         If ``major_faults`` is absent.
 
+    Notes
+    -----
+    ``sum of major_faults / tokens`` over the evaluations that know theirs.
+
     Examples
     --------
     >>> from bmoe_lab.testing import make_trace
@@ -328,6 +332,10 @@ def resident_bytes(
     ------
     SchemaError
         If ``cache_resident_bytes`` is absent.
+
+    Notes
+    -----
+    One value per evaluation, whatever its number of tokens: the mean is over evaluations.
 
     Examples
     --------

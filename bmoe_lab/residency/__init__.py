@@ -79,6 +79,11 @@ _REGISTRY: dict[str, type[ResidencyPolicy]] = {policy.name: policy for policy in
 def names() -> list[str]:
     """Return the names of the residency policies that ship with the package.
 
+    Returns
+    -------
+    list of str
+        What :func:`get` knows.
+
     Examples
     --------
     >>> "lru" in names(), "w_tinylfu" in names()
@@ -89,6 +94,16 @@ def names() -> list[str]:
 
 def get(name: str) -> type[ResidencyPolicy]:
     """Return the residency policy class called `name`.
+
+    Parameters
+    ----------
+    name : str
+        One of :func:`names`.
+
+    Returns
+    -------
+    type
+        A subclass of :class:`ResidencyPolicy`.
 
     Raises
     ------

@@ -139,6 +139,12 @@ class Load:
         Distinct missing keys in the order first asked for.
     victims : numpy.ndarray of int64
         Keys that must be released before `missing` is read, in the order of eviction.
+
+    Examples
+    --------
+    >>> from bmoe_lab.residency import LRU
+    >>> LRU().start(key_bytes=[10, 10], budget_bytes=10).load(np.array([1, 1]))
+    <Load of 2 rows: 1 missing, 0 victims>
     """
 
     __slots__ = ("first", "missing", "residency", "victims")
@@ -185,7 +191,20 @@ class LoadLog:
 
 
 class ResidencyState(Protocol):
-    """A cache in use: the interface of what :meth:`ResidencyPolicy.start` returns."""
+    """A cache in use: the interface of what :meth:`ResidencyPolicy.start` returns.
+
+    Notes
+    -----
+    Every implementation keeps the rules of a load that :mod:`bmoe_lab.residency.base` states;
+    :class:`bmoe_lab.testing.ResidencyPolicySuite` checks them.
+
+    Examples
+    --------
+    >>> from bmoe_lab.residency import LRU
+    >>> cache = LRU().start(key_bytes=[10, 10, 10], budget_bytes=20)
+    >>> [int(cache.load(np.array([key])).residency[0]) for key in (0, 1, 0)]
+    [0, 0, 1]
+    """
 
     @property
     def resident_bytes(self) -> int:
@@ -310,6 +329,18 @@ class KernelState:
         Bytes allowed.
     n_layer : int, default 1
         The keys are `n_layer` runs of equal length; read by policies that treat layers apart.
+
+    Notes
+    -----
+    Made by :meth:`ResidencyPolicy.start`. The state is the arrays ``header``, ``table``, ``extra``
+    and ``resident``, in the form that :class:`ResidencyPolicy` describes.
+
+    Examples
+    --------
+    >>> from bmoe_lab.residency import LRU
+    >>> state = KernelState(LRU(), [10, 10, 10], budget_bytes=20)
+    >>> state.load(np.array([0, 1])).missing.tolist(), state.resident_bytes
+    ([0, 1], 20)
     """
 
     __slots__ = (

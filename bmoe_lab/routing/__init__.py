@@ -69,6 +69,11 @@ _REGISTRY: dict[str, type[RoutingPolicy]] = {
 def names() -> list[str]:
     """Return the names of the routing policies that ship with the package.
 
+    Returns
+    -------
+    list of str
+        What :func:`get` knows.
+
     Examples
     --------
     >>> "drop_cold" in names()
@@ -79,6 +84,16 @@ def names() -> list[str]:
 
 def get(name: str) -> type[RoutingPolicy]:
     """Return the routing policy class called `name`.
+
+    Parameters
+    ----------
+    name : str
+        One of :func:`names`.
+
+    Returns
+    -------
+    type
+        A subclass of :class:`RoutingPolicy`.
 
     Raises
     ------

@@ -63,6 +63,12 @@ def budgets(trace_or_traces: xr.Dataset | Mapping[str, xr.Dataset], n: int = 20)
     --------
     sweep, lru_curve : What the sizes are for.
 
+    Notes
+    -----
+    T = sum over layers of ``expert_bytes * n_expert_used``
+    (:func:`bmoe_lab.metrics.token_cycle_bytes`). Between the ends the sizes are even in their
+    logarithm, and up to five times as dense near each T.
+
     Examples
     --------
     >>> from bmoe_lab.metrics import token_cycle_bytes

@@ -45,6 +45,18 @@ class LoadStream:
         Loads before which the cache was emptied; always begins with 0.
     n_layer, n_expert : int
         Extent of the keys.
+
+    Notes
+    -----
+    A load is what one layer asks of the cache within one graph evaluation. Source: BigMoeOnEdge,
+    docs/bench-data, cache replay of 2026-07-20, which calls it a batch.
+
+    Examples
+    --------
+    >>> from bmoe_lab.testing import make_trace
+    >>> stream = load_stream(make_trace(n_token=4, n_layer=2, n_prefill=3))
+    >>> stream.n_load, list(stream.segments())
+    (4, [(0, 4)])
     """
 
     keys: IntArray
@@ -146,7 +158,13 @@ def cache_facts(trace: xr.Dataset) -> tuple[IntArray, int, int]:
     Raises
     ------
     SchemaError
-        If ``expert_bytes`` is absent: a size that is not known is never taken to be 0.
+        If ``expert_bytes`` is absent or not positive: a size that is not known is never taken to
+        be 0.
+
+    Notes
+    -----
+    An expert is as large as its layer says: ``key_bytes[layer * n_expert + expert] =
+    expert_bytes[layer]``.
 
     Examples
     --------
@@ -195,6 +213,11 @@ def load_stream(
     ------
     SchemaError
         If an expert is out of range.
+
+    Notes
+    -----
+    Evaluations are told by ``batch`` and ``turn``; the cache is emptied where a turn begins if the
+    trace says ``cold_turns``, and nowhere else.
 
     Examples
     --------
