@@ -9,7 +9,13 @@ from typing import Literal
 import numpy as np
 import xarray as xr
 
-from bmoe_lab.errors import PolicyError, PolicyNeverFiredWarning, SchemaError, SettingsError
+from bmoe_lab.errors import (
+    PolicyError,
+    PolicyNeverFiredWarning,
+    SchemaError,
+    SettingsError,
+    unknown_name,
+)
 from bmoe_lab.residency import ResidencyPolicy, ResidencyState
 from bmoe_lab.residency import get as residency_class
 from bmoe_lab.routing import ModelFacts, RoutingPolicy
@@ -78,6 +84,8 @@ def replay(
         asked for where a routing policy changes it.
     SettingsError
         If there is no budget, or two.
+    UnknownNameError
+        If a residency policy's name or `start` is not known.
 
     Warns
     -----
@@ -108,7 +116,7 @@ def replay(
     """
     static = isinstance(residency, str) and residency == RECORDED
     if start not in ("recorded", "cold"):
-        raise SettingsError(f"start must be 'recorded' or 'cold'; got {start!r}.")
+        raise unknown_name("start", start, ["cold", "recorded"])
     if static:
         if routing is None:
             raise SettingsError(

@@ -49,6 +49,21 @@ def test_replay_page_lists_every_policy():
     assert missing == []
 
 
+def test_replay_page_lists_every_figure_of_a_sweep():
+    grid = bl.sweep(
+        bl.testing.make_trace(40, n_layer=2, seed=0),
+        residency="lru",
+        budgets="200 KiB",
+        routing=bl.routing.DropCold(1.0),
+        phase="decode",
+        progress=False,
+    )
+    page = (ROOT / "docs/replay.md").read_text()
+    figures = {f"`{name.removesuffix('decode')}<phase>`" for name in grid.data_vars}
+    names = figures | {f"`{name}`" for name in (*grid.coords, *grid.attrs)}
+    assert {name for name in names if name not in page} == set()
+
+
 @pytest.mark.parametrize(
     "page", ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 )

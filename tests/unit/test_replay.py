@@ -209,7 +209,7 @@ def test_replay_with_unknown_names_lists_the_known(trace):
         replay(trace, residency="lruu", budget=5)
     with pytest.raises(PolicyError, match="residency must be a residency policy"):
         replay(trace, residency=4, budget=5)
-    with pytest.raises(SettingsError, match="start must be 'recorded' or 'cold'"):
+    with pytest.raises(UnknownNameError, match=r"start must be one of \['cold', 'recorded'\]"):
         replay(trace, residency=LRU(5), start="warm")
 
 

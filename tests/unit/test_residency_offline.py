@@ -165,6 +165,29 @@ def test_stationary_oracle_hits_exactly_the_uses_of_the_most_frequent():
         assert (log.resident_bytes <= 10 * n_held + 9).all()
 
 
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(streams())
+def test_stationary_oracle_equals_reference_request_by_request(stream):
+    key_bytes, budget, loads = stream
+    uses = [sum(key in load for load in loads) for key in range(key_bytes.size)]
+    held, room = set(), budget
+    for key in sorted(
+        range(key_bytes.size), key=lambda key: (-uses[key] / max(key_bytes[key], 1), key)
+    ):
+        if uses[key] and key_bytes[key] <= room:
+            held.add(key)
+            room -= key_bytes[key]
+    state = StationaryOracle().start(key_bytes, budget)
+    log = state.load_many(*flat(loads))
+    assert log.residency.tolist() == [key in held for load in loads for key in load]
+    assert log.first.tolist() == [
+        key not in held and key not in load[:row] for load in loads for row, key in enumerate(load)
+    ]
+    assert not log.evictions.any()
+    assert log.resident_bytes.tolist() == [budget - room] * len(loads)
+    assert set(np.flatnonzero(state.contains()).tolist()) == held
+
+
 def test_stationary_oracle_counts_uses_per_byte():
     keys, offsets = flat([[0], [0], [0], [1], [1], [2]])
     state = StationaryOracle().start([30, 10, 10], 30)
