@@ -128,7 +128,9 @@ def sweep(
         list[str] | None,
         typer.Option(help="Bytes for resident experts; repeat for several. Left out: chosen."),
     ] = None,
-    n_budget: Annotated[int, typer.Option(help="How many budgets to choose.")] = 12,
+    n_budget: Annotated[
+        int | None, typer.Option(help="How many budgets to choose; 12 if left out.")
+    ] = None,
     routing: Annotated[
         list[str] | None,
         typer.Option(help=f"{_ROUTING}; repeat for several, 'none' for the recorded one."),
@@ -143,6 +145,7 @@ def sweep(
 ) -> None:
     """Replay traces under many caches, budgets and routing policies; print hit rates."""
     from bmoe_lab import cli
+    from bmoe_lab.errors import SettingsError
     from bmoe_lab.policy_text import parse_residency, parse_routing
     from bmoe_lab.residency import names
     from bmoe_lab.simulation.budget_grid import budgets as choose
@@ -154,8 +157,13 @@ def sweep(
         check_grid_path(save)
     sources: dict[str, Any] = {_label(path, traces): read_trace(path) for path in traces}
     sizes: Any = [_size(size) for size in budget or ()]
+    if sizes and n_budget is not None:
+        raise SettingsError(
+            f"n_budget must be left out where budgets are given; got {n_budget}. Give one of both."
+        )
     if not sizes:
-        sizes = {name: choose(source, n_budget) for name, source in sources.items()}
+        count = 12 if n_budget is None else n_budget
+        sizes = {name: choose(source, count) for name, source in sources.items()}
     with _warnings_as_lines():
         grid = run_sweep(
             sources,

@@ -83,7 +83,7 @@ def replay(
         If a policy cannot mean anything here: no scores were recorded, no cache, the future is
         asked for where a routing policy changes it.
     SettingsError
-        If there is no budget, or two.
+        If there is no budget, or two; if `budget` or `start` is given for ``"recorded"``.
     UnknownNameError
         If a residency policy's name or `start` is not known.
 
@@ -125,7 +125,13 @@ def replay(
             )
         if budget is not None:
             raise SettingsError(
-                f"budget must be left out where the recorded residency stands; got {budget!r}."
+                f"budget must be left out where the recorded residency stands; got {budget!r}. "
+                "It is that of the run."
+            )
+        if start != "recorded":
+            raise SettingsError(
+                f"start must be left out where the recorded residency stands; got {start!r}. "
+                "Pass a residency policy to begin with an empty cache."
             )
     cache = None if static else as_residency(residency, budget)
     routed: Routed | None = None

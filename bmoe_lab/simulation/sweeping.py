@@ -91,7 +91,7 @@ def sweep(
     progress : bool, default True
         Show a bar.
     n_jobs : int, optional
-        Threads; by default one per physical core. With `client` the workers' own threads count.
+        Threads; by default one per physical core. Not with `client`: its workers have their own.
 
     Returns
     -------
@@ -112,7 +112,8 @@ def sweep(
     Raises
     ------
     SettingsError
-        If a list is empty or names something twice, or a budget is not a size.
+        If a list is empty or names something twice, a budget is not a size, or `n_jobs` is given
+        with `client`.
     UnknownNameError
         If a residency policy or phase is not known.
     PolicyError
@@ -152,6 +153,11 @@ def sweep(
     >>> bool((grid.hit_rate_decode.diff("budget") >= 0).all())
     True
     """
+    if client is not None and n_jobs is not None:
+        raise SettingsError(
+            f"n_jobs must be left out with a client; got {n_jobs!r}. Its workers have their own "
+            "threads: distributed.Client(n_workers=..., threads_per_worker=...)."
+        )
     plan = make_plan(traces, residency, budgets, routing)
     settings = Settings(phases=check_phases(phase), seed=_seed(seed), n_jobs=_jobs(n_jobs))
     result = _Result(plan, settings)

@@ -175,6 +175,7 @@ def test_save_grid_leaves_the_old_file_if_it_cannot_write(trace, tmp_path, monke
         (["replay", "{}", "--budget", "1 MiB", "--save", "a.txt"], "path must end in"),
         (["sweep", "{}", "--save", "grid.xlsx"], "must end in one of ['.csv', '.nc', '.parquet']"),
         (["sweep", "{}", "--residency", "Lru()"], "Did you mean"),
+        (["sweep", "{}", "--budget", "1 MiB", "--n-budget", "9"], "n_budget must be left out"),
         (["sweep", "{}", "--phase", "decoded", "--quiet"], "Did you mean 'decode'"),
     ],
 )

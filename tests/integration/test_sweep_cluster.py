@@ -132,6 +132,11 @@ def test_sweep_refuses_what_is_no_client():
         sweep(a_trace(), client="tcp://x", **ASKED)
 
 
+def test_sweep_on_a_cluster_refuses_threads_of_its_own():
+    with pytest.raises(SettingsError, match="n_jobs must be left out with a client; got 2"):
+        sweep(a_trace(), client=object(), n_jobs=2, **ASKED)
+
+
 def test_sweep_without_dask_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(SettingsError, match=r"pip install 'bmoe-lab\[dask\]'"):

@@ -218,6 +218,12 @@ def test_replay_of_recorded_residency_alone_is_refused_as_inert(trace):
         replay(trace, residency="recorded")
 
 
+@pytest.mark.parametrize("inert", [{"budget": "1 MiB"}, {"start": "cold"}])
+def test_replay_of_recorded_residency_refuses_what_could_not_act(trace, inert):
+    with pytest.raises(SettingsError, match=f"{next(iter(inert))} must be left out where the rec"):
+        replay(trace, residency="recorded", routing=DropCold(0.5), **inert)
+
+
 def test_replay_without_sizes_is_refused(trace):
     with pytest.raises(SchemaError, match="must hold 'expert_bytes'"):
         replay(trace.drop_vars("expert_bytes"), residency=LRU(5))
