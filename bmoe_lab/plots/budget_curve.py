@@ -12,7 +12,12 @@ from bmoe_lab.plots import theme
 
 __all__ = ["plot_budget_curve"]
 
-_BOUNDS = ("belady", "stationary_oracle")
+# The curves that stand out: how a sweep labels them, by name and by repr, and their style.
+_SPECIAL = {
+    "lru": (("lru", "LRU()"), 0),
+    "belady": (("belady", "Belady()"), 2),
+    "stationary_oracle": (("stationary_oracle", "StationaryOracle()"), 3),
+}
 OTHERS = "other online policies"
 _NAMES = {
     "lru": "LRU",
@@ -98,8 +103,14 @@ def plot_budget_curve(
         )
         if is_online
     ]
+    special = {
+        label: (name, place)
+        for name, (spellings, place) in _SPECIAL.items()
+        for label in rates["residency"].values.tolist()
+        if label in spellings
+    }
     for name in online:
-        if name != "lru":
+        if name not in special:
             _line(
                 figure,
                 size,
@@ -117,12 +128,20 @@ def plot_budget_curve(
         _line(
             figure, size, best.max("residency"), "best online policy", color, width=3, names=names
         )
-    for place, name in ((0, "lru"), (2, "belady"), (3, "stationary_oracle")):
-        if name in rates["residency"].values and rates.sel(residency=name).notnull().any():
+    offline = [label for label in rates["residency"].values.tolist() if label not in online]
+    # Another bound, such as an oracle of a given profile, has its own label.
+    for label in [*special, *(label for label in offline if label not in special)]:
+        if rates.sel(residency=label).notnull().any():
+            name, place = special.get(label, (label, 4))
             color, _ = theme.series_style(place)
-            dash = "dash" if name in _BOUNDS else "solid"
             _line(
-                figure, size, rates.sel(residency=name), _NAMES[name], color, width=2.5, dash=dash
+                figure,
+                size,
+                rates.sel(residency=label),
+                _NAMES.get(name, name),
+                color,
+                width=2.5,
+                dash="dash" if label in offline else "solid",
             )
     figure.add_vline(x=cycle, line={"color": theme.TEXT, "width": 1.5, "dash": "dot"})
     figure.add_annotation(

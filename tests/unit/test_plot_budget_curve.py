@@ -51,6 +51,27 @@ def test_best_online_policy_is_the_highest_of_the_online_ones_and_names_itself(g
         assert float(online.sel(residency=name)[place]) == best.y[place]
 
 
+def test_figure_draws_policies_that_were_given_as_objects():
+    """The bounds were left out and LRU was one of the others: only names were looked for."""
+    trace = bl.testing.make_trace(60, n_layer=3, seed=0)
+    profile = np.ones((3, trace.attrs["n_expert"]))
+    grid = bl.sweep(
+        trace,
+        residency=[
+            bl.residency.LRU(),
+            bl.residency.Belady(),
+            bl.residency.StationaryOracle(),
+            bl.residency.StationaryOracle(profile=profile),
+        ],
+        budgets=bl.budgets(trace, n=4),
+        progress=False,
+    )
+    names = [drawn.name for drawn in plot_budget_curve(grid).data]
+    starts = ["LRU", "Belady", "stationary oracle", "StationaryOracle(profile="]
+    assert len(names) == 4
+    assert all(name.startswith(start) for name, start in zip(names, starts, strict=True))
+
+
 def test_figure_marks_the_token_cycle(grid, figure):
     cycle = float(grid.token_cycle_bytes.sel(trace="t1")) / 2**10
     (mark,) = figure.layout.shapes
