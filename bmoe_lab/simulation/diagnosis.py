@@ -137,7 +137,7 @@ def diagnose(
     Raises
     ------
     SettingsError
-        If there is no budget.
+        If there is no budget, or the phase asks for no expert.
     SchemaError
         If the trace lacks ``expert_bytes``.
 
@@ -175,6 +175,11 @@ def diagnose(
     wanted = float(np.nansum(used))
     bank = float(facts.key_bytes.sum())
     lookups = float(grid[f"lookups_{phase}"].isel(trace=0, residency=0, budget=0, routing=0))
+    if not lookups > 0:
+        raise SettingsError(
+            f"phase must be one in which the trace asks for experts; got {phase!r}, in which it "
+            "asks for none. Pass another phase, such as 'all'."
+        )
     chance = chance_hit_rate(lookups / facts.key_bytes.size, size / bank)
     numbers = {
         "budget_bytes": float(size),

@@ -142,10 +142,11 @@ def _dataset(
 def _cache_costs(trace: xr.Dataset, stream: LoadStream, log: LoadLog) -> dict[str, xr.Variable]:
     evictions = np.full(trace.sizes["token"], np.nan)
     held = np.full(trace.sizes["token"], np.nan)
-    last = np.flatnonzero(np.append(stream.token[1:] != stream.token[:-1], True))
-    first = np.append(0, last[:-1] + 1)
-    evictions[stream.token[first]] = np.add.reduceat(log.evictions, first)
-    held[stream.token[last]] = log.resident_bytes[last]
+    if stream.n_load:  # else nothing routed
+        last = np.flatnonzero(np.append(stream.token[1:] != stream.token[:-1], True))
+        first = np.append(0, last[:-1] + 1)
+        evictions[stream.token[first]] = np.add.reduceat(log.evictions, first)
+        held[stream.token[last]] = log.resident_bytes[last]
     return {
         name: xr.Variable(("token",), values, schema.cost_attrs(name))
         for name, values in (("evictions", evictions), ("cache_resident_bytes", held))

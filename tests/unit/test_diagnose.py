@@ -119,6 +119,14 @@ def test_chance_hit_rate_is_what_even_draws_give(mean, share):
     assert chance_hit_rate(mean, share) == pytest.approx(expected, abs=0.02)
 
 
+def test_diagnose_of_a_phase_that_asks_for_nothing_is_refused():
+    """It said "no hot set" of numbers that were all unknown."""
+    trace = a_trace(n_token=5, n_prefill=5)
+    with pytest.raises(SettingsError, match=r"phase must be one in which .*; got 'decode'"):
+        diagnose(trace, "100 KiB")
+    assert diagnose(trace, "100 KiB", phase="prefill").verdict
+
+
 def test_chance_hit_rate_without_lookups_is_unknown():
     assert math.isnan(chance_hit_rate(0.0, 0.5))
 

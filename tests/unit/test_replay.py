@@ -1,6 +1,7 @@
 """Replay: the cache alone, or a routing policy and the cache together."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -222,6 +223,19 @@ def test_replay_of_recorded_residency_alone_is_refused_as_inert(trace):
 def test_replay_of_recorded_residency_refuses_what_could_not_act(trace, inert):
     with pytest.raises(SettingsError, match=f"{next(iter(inert))} must be left out where the rec"):
         replay(trace, residency="recorded", routing=DropCold(0.5), **inert)
+
+
+@pytest.mark.parametrize("policy", [None, DropCold(1.0)])
+def test_replay_of_a_part_that_routed_nothing_asks_for_nothing(trace, policy):
+    # Of the last layer a prompt routes the last token only.
+    part = trace.isel(token=slice(0, 3), layer=[-1])
+    assert (part.expert_chosen == -1).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyNeverFiredWarning)
+        again = replay(part, residency=LRU("1 MiB"), routing=policy, start="cold")
+    assert np.isnan(again.evictions).all()
+    told = {"lookups": 0, "hits": 0, "read_bytes": 0, "evictions": 0}
+    assert json.loads(again.attrs["replay_totals"]) == {"prefill": told}
 
 
 def test_replay_without_sizes_is_refused(trace):
