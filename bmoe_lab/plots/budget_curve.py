@@ -53,7 +53,8 @@ def plot_budget_curve(
     Returns
     -------
     plotly.graph_objects.Figure
-        The other online policies are thin grey lines. A dashed line marks the token cycle, below
+        The other online policies are thin grey lines; one that may hold more than the budget is
+        never the best. A dashed line marks the token cycle, below
         which a global LRU hits nothing in decode.
 
     Raises
@@ -120,10 +121,12 @@ def plot_budget_curve(
                 width=1,
                 group=OTHERS,
             )
-    best = rates.sel(residency=online)
-    if len(online) > 1:
+    # What holds more than the budget is no fair best.
+    fair = [name for name in online if int(shown["keeps_budget"].sel(residency=name))]
+    best = rates.sel(residency=fair)
+    if len(fair) > 1:
         which = best.fillna(-1.0).argmax("residency").values
-        names = [str(online[i]) for i in which]
+        names = [str(fair[i]) for i in which]
         color, _ = theme.series_style(1)
         _line(
             figure, size, best.max("residency"), "best online policy", color, width=3, names=names

@@ -101,8 +101,8 @@ def sweep(
         ``resident_bytes_max``, ``resident_bytes_mean``, each with ``_<phase>``; with a routing
         policy also ``drop_rate``, ``substitution_rate``, ``weight_discarded``, NaN where none acts.
         Coordinates: ``budget`` in bytes, ascending; the labels of the policies;
-        ``token_cycle_bytes`` (trace), int64; ``online`` (residency) and ``counterfactual``
-        (routing), uint8. Attributes:
+        ``token_cycle_bytes`` (trace), int64; ``online`` and ``keeps_budget`` (residency) and
+        ``counterfactual`` (routing), uint8. Attributes:
         ``complete``, ``source = "sweep"``, ``cache_start = "cold"``, ``seed``,
         ``bmoe_lab_version``, ``notes`` (JSON: what could not be, and why).
 
@@ -314,6 +314,11 @@ class _Result:
                 "residency",
                 np.array([policy.online for policy in plan.residency.values()], np.uint8),
                 {"long_name": "0 if the residency policy knows the future"},
+            ),
+            "keeps_budget": (
+                "residency",
+                np.array([policy.keeps_budget for policy in plan.residency.values()], np.uint8),
+                {"long_name": "0 if the residency policy may hold more than the budget"},
             ),
             "counterfactual": (
                 "routing",

@@ -72,6 +72,21 @@ def test_figure_draws_policies_that_were_given_as_objects():
     assert all(name.startswith(start) for name, start in zip(names, starts, strict=True))
 
 
+def test_best_online_policy_keeps_its_budget():
+    trace = bl.testing.make_trace(200, n_layer=4, seed=0)
+    cycle = int(bl.metrics.token_cycle_bytes(trace))
+    over = bl.residency.PerLayer("lfu", trim="visited")
+    grid = bl.sweep(
+        trace, residency=["lru", "fifo", over], budgets=[cycle // 2, cycle], progress=False
+    )
+    rates = grid.hit_rate_decode.squeeze()
+    assert float(rates.sel(residency=repr(over))[0]) > float(rates.max("residency")[0]) - 1e-12
+    best = line(plot_budget_curve(grid), "best online")
+    np.testing.assert_array_equal(
+        best.y, 100 * rates.sel(residency=["lru", "fifo"]).max("residency")
+    )
+
+
 def test_figure_marks_the_token_cycle(grid, figure):
     cycle = float(grid.token_cycle_bytes.sel(trace="t1")) / 2**10
     (mark,) = figure.layout.shapes
