@@ -161,6 +161,38 @@ def test_belady_in_chunks_equals_its_replay(monkeypatch):
         assert actual == float(again.moe.hit_rate(phase="all"))
 
 
+def test_sweep_in_chunks_empties_the_cache_of_a_turn_that_begins_with_a_chunk(monkeypatch):
+    trace = in_turns(a_trace(n_token=150, n_prefill=0), 40, 50, 60)
+    names = every_policy(trace)
+    whole = quiet(trace, names)
+    monkeypatch.setattr(chunked, "CHUNK_ROWS", 120)
+    assert {40, 90} <= {chunk.begin for chunk in chunks(trace)}
+    assert [chunk.begin for chunk in chunks(trace) if chunk.fresh] == [0, 40, 90]
+    xr.testing.assert_identical(whole, quiet(trace, names))
+
+
+@pytest.mark.parametrize("rows", [120, 170, 10_000])
+def test_future_ends_where_the_cache_is_emptied(rows, monkeypatch):
+    """What a key is asked for in a later turn is nothing to a cache that is empty by then."""
+    trace = in_turns(a_trace(n_token=150, n_prefill=0), 40, 50, 60)
+    stream = load_stream(trace)
+    expected = []  # loads until the next use; to the end of the turn, or more, where there is none
+    for begin, end in stream.segments():
+        low, high = stream.offsets[begin], stream.offsets[end]
+        offsets = stream.offsets[begin : end + 1] - low
+        expected.append(next_use(stream.keys[low:high], offsets, stream.n_key))
+    monkeypatch.setattr(chunked, "CHUNK_ROWS", rows)
+    found, base = [], 0
+    for chunk in chunks(trace, future=True):
+        for number, (begin, end) in enumerate(chunk.stream.segments()):
+            if number or chunk.fresh:
+                base = 0
+            low, high = chunk.stream.offsets[begin], chunk.stream.offsets[end]
+            found.append(chunk.future[low:high] + base)
+            base += end - begin
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
+
+
 def test_future_that_does_not_fit_its_disk_is_refused_with_both_sizes(monkeypatch):
     monkeypatch.setattr(chunked, "CHUNK_ROWS", 240)
     monkeypatch.setattr(chunked.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
