@@ -274,7 +274,7 @@ def _cells(values: dict[str, Any], kind: str, never: bool, table: xr.Dataset) ->
         _percent(values["top1_agreement"]),
         _percent(values["routing_agreement"]),
         _percent(changed),
-        _percent(values["weight_discarded"]),
+        _percent(values["weight_discarded_frac"]),
         _percent(values["hit_rate"]),
         _bytes(values["read_bytes_per_token"]),
         _number(values["tokens_per_s"], ".1f"),

@@ -151,7 +151,7 @@ base = float(lossless.moe.read_bytes_per_token())
 for frac in (0.25, 0.5, 0.75, 1.0):
     dropped = bl.replay(imported, residency="lru", budget=budget, routing=bl.routing.DropCold(frac))
     read = float(dropped.moe.read_bytes_per_token())
-    lost = float(dropped.moe.weight_discarded())
+    lost = float(dropped.moe.weight_discarded_frac())
     print(f"F = {frac:4.2f}: reads avoided {1 - read / base:6.1%}, weight discarded {lost:6.2%}")
 dropped.attrs["counterfactual"]
 

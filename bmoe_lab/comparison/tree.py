@@ -46,7 +46,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "drop_rate": ("1", "share of routed slots dropped"),
     "substitution_rate": ("1", "share of routed slots given to another expert"),
     "changed_rate": ("1", "slots changed per slot that the policy might have changed"),
-    "weight_discarded": ("1", "share of the router's weight whose expert did not run"),
+    "weight_discarded_frac": ("1", "share of the router's weight whose expert did not run"),
     "hit_rate": ("1", "lookups that found their expert resident"),
     "read_bytes_per_token": ("byte", "expert bytes read per token"),
     "read_bytes_per_token_low": ("byte", "lower bound of read_bytes_per_token"),
@@ -251,7 +251,7 @@ def _streaming(trace: xr.Dataset, seed: int) -> dict[str, float]:
     row = {
         "drop_rate": float(metrics.drop_rate(trace)),
         "substitution_rate": float(metrics.substitution_rate(trace)),
-        "weight_discarded": _known(trace, "weight_chosen", metrics.weight_discarded),
+        "weight_discarded_frac": _known(trace, "weight_chosen", metrics.weight_discarded_frac),
         "hit_rate": _known(trace, "residency", metrics.hit_rate),
         "tokens_per_s": _known(trace, "wall_s", metrics.decode_speed),
         "wall_s": math.nan,

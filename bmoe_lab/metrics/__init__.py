@@ -58,7 +58,7 @@ from bmoe_lab.metrics.policy import (
     drop_rate,
     routing_agreement,
     substitution_rate,
-    weight_discarded,
+    weight_discarded_frac,
 )
 from bmoe_lab.metrics.predictors import (
     predictor_precision,
@@ -146,6 +146,6 @@ __all__ = [
     "top_share",
     "top_weight_share",
     "used_bytes",
-    "weight_discarded",
+    "weight_discarded_frac",
     "working_set",
 ]

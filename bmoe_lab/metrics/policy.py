@@ -25,7 +25,7 @@ __all__ = [
     "drop_rate",
     "routing_agreement",
     "substitution_rate",
-    "weight_discarded",
+    "weight_discarded_frac",
 ]
 
 
@@ -119,7 +119,7 @@ def substitution_rate(
     )
 
 
-def weight_discarded(
+def weight_discarded_frac(
     trace: xr.Dataset, *, by: By | None = None, phase: PhaseName = "decode"
 ) -> xr.DataArray:
     """Return the share of the router's weight whose expert did not run.
@@ -139,7 +139,7 @@ def weight_discarded(
     Returns
     -------
     xarray.DataArray
-        Shape (by,) or scalar, float64, unit "1"; named ``weight_discarded_<phase>``. NaN for a
+        Shape (by,) or scalar, float64, unit "1"; named ``weight_discarded_frac_<phase>``. NaN for a
         group that holds an unknown weight.
 
     Raises
@@ -155,7 +155,7 @@ def weight_discarded(
     Examples
     --------
     >>> from bmoe_lab.testing import make_trace
-    >>> float(weight_discarded(make_trace(n_token=4, n_layer=2, seed=0)))
+    >>> float(weight_discarded_frac(make_trace(n_token=4, n_layer=2, seed=0)))
     0.0
     """
     weight = _values(trace, "weight_chosen").astype(np.float64)
@@ -167,7 +167,7 @@ def weight_discarded(
         np.where(routed, weight, 0.0),
         by,
         phase,
-        "weight_discarded",
+        "weight_discarded_frac",
         "router weight whose expert did not run",
     )
 

@@ -55,10 +55,10 @@ def drop_savings(
     Returns
     -------
     xarray.Dataset
-        ``reads_avoided_<phase>``: bytes of the dropped misses over those of all misses;
-        ``weight_discarded_<phase>``: weight of the dropped slots over all weight, hits included;
-        ``slots_dropped_<phase>``: dropped slots over all. Each ([frac], [by]), float64, unit "1";
-        NaN where there is nothing to divide by.
+        ``reads_avoided_frac_<phase>``: bytes of the dropped misses over those of all misses;
+        ``weight_discarded_frac_<phase>``: weight of the dropped slots over all weight, hits
+        included; ``slots_dropped_frac_<phase>``: dropped slots over all. Each ([frac], [by]),
+        float64, unit "1"; NaN where there is nothing to divide by.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def drop_savings(
     --------
     >>> from bmoe_lab.testing import make_trace
     >>> table = drop_savings(make_trace(n_token=60, n_layer=2, seed=0), [0.0, 0.5, 1.0])
-    >>> table.sizes["frac"], float(table.reads_avoided_decode[0])
+    >>> table.sizes["frac"], float(table.reads_avoided_frac_decode[0])
     (3, 0.0)
     """
     values = _several(frac)
@@ -146,7 +146,7 @@ def keep_savings(
     --------
     >>> from bmoe_lab.testing import make_trace
     >>> trace = make_trace(n_token=60, n_layer=2, n_used=4, seed=0)
-    >>> float(keep_savings(trace, 4).reads_avoided_decode)
+    >>> float(keep_savings(trace, 4).reads_avoided_frac_decode)
     0.0
     """
     values = _several(n_keep)
@@ -195,9 +195,9 @@ def _table(
     rows = _phase_rows(trace, phase)
     read = np.where(counted & _missed(trace), _values(trace, "read_bytes"), 0).astype(np.float64)
     amounts = {
-        "reads_avoided": (read, "bytes of dropped misses over those of all misses"),
-        "weight_discarded": (weight, "weight of dropped slots over all weight"),
-        "slots_dropped": (counted.astype(np.float64), "dropped slots over all slots"),
+        "reads_avoided_frac": (read, "bytes of dropped misses over those of all misses"),
+        "weight_discarded_frac": (weight, "weight of dropped slots over all weight"),
+        "slots_dropped_frac": (counted.astype(np.float64), "dropped slots over all slots"),
     }
     shares: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in amounts}
     for one in values:

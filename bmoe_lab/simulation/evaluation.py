@@ -257,7 +257,7 @@ def _figures(result: xr.Dataset, phases: Sequence[str]) -> dict[str, float]:
             metrics.substitution_rate,
         ]
         if "weight_chosen" in result.variables:
-            known.append(metrics.weight_discarded)
+            known.append(metrics.weight_discarded_frac)
         for metric in known:
             found[f"{metric.__name__}_{name}"] = float(metric(result, phase=name))
         for total in ("lookups", "read_bytes", "evictions"):

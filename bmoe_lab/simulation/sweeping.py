@@ -45,9 +45,9 @@ _MEANING = {
     "resident_bytes_mean": ("byte", "resident bytes after an evaluation, mean"),
     "drop_rate": ("1", "routed slots that the routing policy dropped"),
     "substitution_rate": ("1", "routed slots that the routing policy gave to another expert"),
-    "weight_discarded": ("1", "router weight whose expert did not run"),
+    "weight_discarded_frac": ("1", "router weight whose expert did not run"),
 }
-_OF_ROUTING = ("drop_rate", "substitution_rate", "weight_discarded")
+_OF_ROUTING = ("drop_rate", "substitution_rate", "weight_discarded_frac")
 
 
 def sweep(
@@ -99,8 +99,8 @@ def sweep(
         Dims (trace, residency, budget, routing), all float64: ``hit_rate``, ``byte_hit_rate``,
         ``lookups``, ``read_bytes``, ``read_bytes_per_token``, ``evictions``,
         ``resident_bytes_max``, ``resident_bytes_mean``, each with ``_<phase>``; with a routing
-        policy also ``drop_rate``, ``substitution_rate``, ``weight_discarded``, NaN where none acts.
-        Coordinates: ``budget`` in bytes, ascending; the labels of the policies;
+        policy also ``drop_rate``, ``substitution_rate``, ``weight_discarded_frac``, NaN where none
+        acts. Coordinates: ``budget`` in bytes, ascending; the labels of the policies;
         ``token_cycle_bytes`` (trace), int64; ``online`` and ``keeps_budget`` (residency) and
         ``counterfactual`` (routing), uint8. Attributes:
         ``complete``, ``source = "sweep"``, ``cache_start = "cold"``, ``seed``,

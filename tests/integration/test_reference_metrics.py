@@ -246,10 +246,10 @@ def test_static_drop_table(case, phase):
     tag, ds = case
     table = metrics.drop_savings(ds, FRACS, phase=phase)
     reads, weight = DROP[tag, phase]
-    assert column(table[f"reads_avoided_{phase}"]) == reads
-    assert column(table[f"weight_discarded_{phase}"]) == weight
+    assert column(table[f"reads_avoided_frac_{phase}"]) == reads
+    assert column(table[f"weight_discarded_frac_{phase}"]) == weight
     if phase == "decode":
-        assert column(table.slots_dropped_decode) == DROPPED[tag]
+        assert column(table.slots_dropped_frac_decode) == DROPPED[tag]
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -257,8 +257,8 @@ def test_static_keep_table(case, phase):
     tag, ds = case
     table = metrics.keep_savings(ds, list(range(ds.sizes["slot"] - 1, 0, -1)), phase=phase)
     reads, weight = KEEP[tag, phase]
-    assert column(table[f"reads_avoided_{phase}"]) == reads
-    assert column(table[f"weight_discarded_{phase}"]) == weight
+    assert column(table[f"reads_avoided_frac_{phase}"]) == reads
+    assert column(table[f"weight_discarded_frac_{phase}"]) == weight
 
 
 # ---------------------------------------------------------------- 4.6 predictors

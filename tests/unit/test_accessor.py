@@ -54,7 +54,7 @@ def test_accessor_plots_are_the_functions_of_plots():
 def test_accessor_unknown_name_lists_the_known_ones():
     with pytest.raises(AttributeError, match=r"\.moe has no 'hitrate'; it has \['byte_hit_rate'"):
         make_trace(n_token=8).moe.hitrate  # noqa: B018
-    with pytest.raises(AttributeError, match=r"\.moe\.plot has no 'map'; it has \['expert_load'"):
+    with pytest.raises(AttributeError, match=r"\.moe\.plot has no 'map'; it has \['budget_curve'"):
         make_trace(n_token=8).moe.plot.map  # noqa: B018
 
 

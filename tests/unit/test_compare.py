@@ -242,7 +242,7 @@ def test_compare_streaming_numbers_come_from_the_decode():
     assert float(table.read_bytes_per_token[2]) == pytest.approx(expected)
     assert float(table.wall_s[2]) == pytest.approx(float(np.nansum(decode.wall_s)))
     assert float(table.drop_rate[2]) > 0
-    assert float(table.weight_discarded[2]) > 0
+    assert float(table.weight_discarded_frac[2]) > 0
     assert float(table.drop_rate[0]) == 0
 
 
@@ -254,7 +254,7 @@ def test_compare_unknown_weights_stay_unknown():
             return result
 
     table = run([Shift(1.0)], session=NoWeights()).to_dataset()
-    assert np.isnan(table.weight_discarded.values).all()
+    assert np.isnan(table.weight_discarded_frac.values).all()
 
 
 def test_compare_nodes_are_valid_traces_with_described_variables():

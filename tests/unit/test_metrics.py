@@ -165,16 +165,18 @@ def test_weight_discarded_sums_what_did_not_run():
     trace = hand_made()
     trace["action"].values[2, 0, 1] = Action.dropped  # 0.1
     trace["action"].values[3, 0, 0] = Action.substituted  # 0.5
-    assert float(metrics.weight_discarded(trace)) == pytest.approx(0.6 / 2.0)
-    np.testing.assert_allclose(metrics.weight_discarded(trace, by="token"), [0.1, 0.5], rtol=1e-6)
+    assert float(metrics.weight_discarded_frac(trace)) == pytest.approx(0.6 / 2.0)
+    np.testing.assert_allclose(
+        metrics.weight_discarded_frac(trace, by="token"), [0.1, 0.5], rtol=1e-6
+    )
 
 
 def test_weight_discarded_unknown_weight_is_unknown_not_zero():
     trace = hand_made()
     trace["action"].values[3, 0, 0] = Action.substituted
     trace["weight_chosen"].values[3, 0, 0] = np.nan
-    assert np.isnan(float(metrics.weight_discarded(trace)))
-    by_token = metrics.weight_discarded(trace, by="token").values
+    assert np.isnan(float(metrics.weight_discarded_frac(trace)))
+    by_token = metrics.weight_discarded_frac(trace, by="token").values
     assert by_token[0] == 0.0
     assert np.isnan(by_token[1])
 
@@ -182,7 +184,7 @@ def test_weight_discarded_unknown_weight_is_unknown_not_zero():
 def test_weight_discarded_masked_cells_do_not_make_it_unknown():
     trace = make_trace(n_token=40, policy="drop")
     assert np.isnan(trace.weight_chosen.values).any()
-    assert 0 < float(metrics.weight_discarded(trace, phase="all")) < 1
+    assert 0 < float(metrics.weight_discarded_frac(trace, phase="all")) < 1
 
 
 def test_routing_agreement_ignores_order_and_counts_drops():

@@ -16,7 +16,7 @@ from tests.unit.metric_traces import cells, decoded, hand_made, ragged_traces, u
 
 
 def shares(table, phase="decode"):
-    names = ("reads_avoided", "weight_discarded", "slots_dropped")
+    names = ("reads_avoided_frac", "weight_discarded_frac", "slots_dropped_frac")
     return [float(table[f"{name}_{phase}"]) for name in names]
 
 
@@ -96,8 +96,10 @@ def test_drop_savings_scaled_weights_are_dropped_alike():
     before = metrics.drop_savings(trace, [0.5, 1.0])
     trace["weight_chosen"].values[:] *= np.float32(2)
     after = metrics.drop_savings(trace, [0.5, 1.0])
-    np.testing.assert_array_equal(after.reads_avoided_decode, before.reads_avoided_decode)
-    np.testing.assert_allclose(after.weight_discarded_decode, before.weight_discarded_decode)
+    np.testing.assert_array_equal(after.reads_avoided_frac_decode, before.reads_avoided_frac_decode)
+    np.testing.assert_allclose(
+        after.weight_discarded_frac_decode, before.weight_discarded_frac_decode
+    )
 
 
 def test_drop_savings_rows_of_unknown_weight_are_left_out():
@@ -116,17 +118,17 @@ def test_drop_savings_what_was_dropped_when_recorded_is_not_dropped_again():
 def test_keep_savings_at_the_full_width_saves_nothing():
     trace = hand_made()
     table = metrics.keep_savings(trace, [2, 1], by="layer")
-    assert table["reads_avoided_decode"].dims == ("n_keep", "layer")
-    np.testing.assert_allclose(table["reads_avoided_decode"], [[0.0], [1.0]])
-    np.testing.assert_allclose(table["weight_discarded_decode"], [[0.0], [0.3]], rtol=1e-6)
+    assert table["reads_avoided_frac_decode"].dims == ("n_keep", "layer")
+    np.testing.assert_allclose(table["reads_avoided_frac_decode"], [[0.0], [1.0]])
+    np.testing.assert_allclose(table["weight_discarded_frac_decode"], [[0.0], [0.3]], rtol=1e-6)
 
 
 def test_savings_at_width_two_and_full_strength_agree_on_reads():
     """The second of two is always below one half: both tables save the same reads."""
     trace = make_trace(n_token=80, n_layer=3, n_used=2)
-    drop = metrics.drop_savings(trace, 1.0, by="layer").reads_avoided_decode
+    drop = metrics.drop_savings(trace, 1.0, by="layer").reads_avoided_frac_decode
     np.testing.assert_array_equal(
-        drop, metrics.keep_savings(trace, 1, by="layer")["reads_avoided_decode"]
+        drop, metrics.keep_savings(trace, 1, by="layer")["reads_avoided_frac_decode"]
     )
 
 

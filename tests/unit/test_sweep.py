@@ -77,7 +77,11 @@ def test_sweep_with_routing_equals_replay_cell_by_cell(policy):
         cell = grid.squeeze().sel(budget=budget)
         for phase in PHASES:
             assert_equals_replay(cell, again, phase)
-            for metric in (metrics.drop_rate, metrics.substitution_rate, metrics.weight_discarded):
+            for metric in (
+                metrics.drop_rate,
+                metrics.substitution_rate,
+                metrics.weight_discarded_frac,
+            ):
                 expected = float(metric(again, phase=phase))
                 np.testing.assert_equal(float(cell[f"{metric.__name__}_{phase}"]), expected)
 

@@ -48,7 +48,7 @@ def test_comparison_table_names_lossy_control_and_never_fired():
 
 def test_comparison_table_unknown_is_a_dash_never_zero():
     tree = make_tree()
-    tree["weight_discarded"].values[:] = np.nan
+    tree["weight_discarded_frac"].values[:] = np.nan
     row = next(line for line in printed(tree, 200).splitlines() if "DropCold(frac" in line)
     assert "–" in row
     assert "nan" not in printed(tree, 200)
