@@ -16,8 +16,8 @@ import xarray as xr
 
 from bmoe_lab import residency, routing
 from bmoe_lab.errors import PolicyNeverFiredWarning
-from bmoe_lab.residency.base import NO_FUTURE
 from bmoe_lab.residency.future import next_use
+from bmoe_lab.residency.loads import NO_FUTURE
 from bmoe_lab.simulation import replay
 from bmoe_lab.testing import make_trace
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from bmoe_lab.errors import unknown_name
 from bmoe_lab.residency.arc import ARC
-from bmoe_lab.residency.base import (
-    KernelState,
-    Load,
-    ResidencyPolicy,
-    ResidencyState,
-    token_cycle,
-)
+from bmoe_lab.residency.base import ResidencyPolicy
 from bmoe_lab.residency.belady import Belady
 from bmoe_lab.residency.clock import Clock
 from bmoe_lab.residency.fifo import FIFO
 from bmoe_lab.residency.gdsf import GDSF
 from bmoe_lab.residency.least_stale import LeastStale
 from bmoe_lab.residency.lfu import LFU
+from bmoe_lab.residency.loads import Load, token_cycle
 from bmoe_lab.residency.lru import LRU
 from bmoe_lab.residency.per_layer import PerLayer
 from bmoe_lab.residency.pin import Pin
@@ -25,6 +20,7 @@ from bmoe_lab.residency.random_eviction import Random
 from bmoe_lab.residency.s3fifo import S3FIFO
 from bmoe_lab.residency.sieve import SIEVE
 from bmoe_lab.residency.slru import SLRU
+from bmoe_lab.residency.state import KernelState, ResidencyState
 from bmoe_lab.residency.stationary_oracle import StationaryOracle
 from bmoe_lab.residency.w_tinylfu import WTinyLFU
 

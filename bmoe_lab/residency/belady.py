@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.heap import KEY, N_ENTRY, VALUE, arrange, pop, push
+from bmoe_lab.residency.loads import (
     EVICTIONS,
     GENERATION,
     HIT,
@@ -23,13 +25,11 @@ from bmoe_lab.residency.base import (
     NO_FUTURE,
     OWN,
     RESIDENT_BYTES,
-    KernelState,
     Load,
     LoadLog,
-    ResidencyPolicy,
 )
-from bmoe_lab.residency.heap import KEY, N_ENTRY, VALUE, arrange, pop, push
 from bmoe_lab.residency.start_state import make_resident, read_integers, read_queues
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["Belady"]
 

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.loads import (
     EVICTIONS,
     GENERATION,
     HIT,
@@ -21,10 +22,9 @@ from bmoe_lab.residency.base import (
     N_VICTIMS,
     OWN,
     RESIDENT_BYTES,
-    KernelState,
-    ResidencyPolicy,
 )
 from bmoe_lab.residency.start_state import make_resident, read_queues
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["FIFO"]
 

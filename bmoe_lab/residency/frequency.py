@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import out_of_range
+from bmoe_lab.residency.state import out_of_range
 
 __all__ = ["best_set", "count_lookups", "read_profile"]
 

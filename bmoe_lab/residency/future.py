@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import out_of_range
+from bmoe_lab.residency.state import out_of_range
 
 __all__ = ["next_use"]
 

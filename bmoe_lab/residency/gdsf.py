@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from bmoe_lab.residency.base import KernelState, ResidencyPolicy
+from bmoe_lab.residency.base import ResidencyPolicy
 from bmoe_lab.residency.priority import (
     N_PRIORITY_COLUMNS,
     dump_priorities,
@@ -18,6 +18,7 @@ from bmoe_lab.residency.priority import (
     prepare_priorities,
     restore_priorities,
 )
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["GDSF"]
 

@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import SettingsError
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.heap import KEY, N_ENTRY, VALUE, pop, push, replace_top
+from bmoe_lab.residency.loads import (
     EVICTIONS,
     GENERATION,
     HIT,
@@ -22,10 +24,7 @@ from bmoe_lab.residency.base import (
     N_VICTIMS,
     OWN,
     RESIDENT_BYTES,
-    KernelState,
-    ResidencyPolicy,
 )
-from bmoe_lab.residency.heap import KEY, N_ENTRY, VALUE, pop, push, replace_top
 from bmoe_lab.residency.priority import (
     N_PRIORITY_COLUMNS,
     dump_priorities,
@@ -37,6 +36,7 @@ from bmoe_lab.residency.priority import (
     restore_priorities,
 )
 from bmoe_lab.residency.start_state import make_resident, read_queues
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["LFU", "MOST_USES", "USES_AT"]
 

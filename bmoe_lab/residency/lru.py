@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.loads import (
     EVICTIONS,
     GENERATION,
     HIT,
@@ -22,9 +23,8 @@ from bmoe_lab.residency.base import (
     N_VICTIMS,
     OWN,
     RESIDENT_BYTES,
-    KernelState,
-    ResidencyPolicy,
 )
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["LRU"]
 
@@ -222,7 +222,7 @@ class LRU(ResidencyPolicy):
     -----
     Sort key of the victims: position of the key's latest use in the stream of loads, token-major,
     repeats included; smallest first. O(1) per row. Source: Mattson et al. 1970; the load rules
-    are those of BigMoeOnEdge's cache (see :mod:`bmoe_lab.residency.base`).
+    are those of BigMoeOnEdge's cache (see :mod:`bmoe_lab.residency.loads`).
 
     Examples
     --------

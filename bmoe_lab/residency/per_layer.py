@@ -10,7 +10,10 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError, SettingsError, unknown_name
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.heap import KEY, N_ENTRY, VALUE, pop, push, replace_top
+from bmoe_lab.residency.lfu import LFU, MOST_USES, USES_AT
+from bmoe_lab.residency.loads import (
     EVICTIONS,
     GENERATION,
     HIT,
@@ -23,14 +26,11 @@ from bmoe_lab.residency.base import (
     N_VICTIMS,
     OWN,
     RESIDENT_BYTES,
-    KernelState,
-    ResidencyPolicy,
 )
-from bmoe_lab.residency.heap import KEY, N_ENTRY, VALUE, pop, push, replace_top
-from bmoe_lab.residency.lfu import LFU, MOST_USES, USES_AT
 from bmoe_lab.residency.lru import LRU
 from bmoe_lab.residency.priority import read_uses
 from bmoe_lab.residency.start_state import make_resident, read_queues
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["PerLayer"]
 

@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.frequency import best_set, read_profile
+from bmoe_lab.residency.loads import (
     EVICTIONS,
     GENERATION,
     HIT,
@@ -21,10 +23,7 @@ from bmoe_lab.residency.base import (
     N_RESIDENT,
     N_VICTIMS,
     RESIDENT_BYTES,
-    KernelState,
-    ResidencyPolicy,
 )
-from bmoe_lab.residency.frequency import best_set, read_profile
 from bmoe_lab.residency.queues import (
     close_queues,
     fill_queue,
@@ -36,6 +35,7 @@ from bmoe_lab.residency.queues import (
     unlink,
 )
 from bmoe_lab.residency.start_state import make_resident, read_queues
+from bmoe_lab.residency.state import KernelState
 from bmoe_lab.sizes import parse_size
 
 __all__ = ["Pin"]

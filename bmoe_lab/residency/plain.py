@@ -9,16 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError
-from bmoe_lab.residency.base import (
-    NO_FUTURE,
-    Load,
-    LoadLog,
-    ResidencyPolicy,
-    check_cache,
-    check_range,
-    serve_many,
-)
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.loads import NO_FUTURE, Load, LoadLog
 from bmoe_lab.residency.start_state import read_queues
+from bmoe_lab.residency.state import check_cache, check_range, serve_many
 
 __all__ = ["PlainPolicy", "PlainState"]
 

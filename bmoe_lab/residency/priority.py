@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.loads import (
     EVICTIONS,
     GENERATION,
     HIT,
@@ -30,10 +30,10 @@ from bmoe_lab.residency.base import (
     N_VICTIMS,
     OWN,
     RESIDENT_BYTES,
-    KernelState,
 )
 from bmoe_lab.residency.pair_heap import FIRST, KEY, N_ENTRY, SECOND, pop, push, replace_top
 from bmoe_lab.residency.start_state import make_resident, read_integers, read_queues
+from bmoe_lab.residency.state import KernelState
 
 __all__ = [
     "N_PRIORITY_COLUMNS",

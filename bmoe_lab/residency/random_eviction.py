@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import SettingsError
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.loads import (
     EVICTIONS,
     GENERATION,
     HIT,
@@ -22,11 +23,10 @@ from bmoe_lab.residency.base import (
     N_VICTIMS,
     OWN,
     RESIDENT_BYTES,
-    KernelState,
-    ResidencyPolicy,
 )
 from bmoe_lab.residency.mersenne import N_WORDS, draw_below, seeded
 from bmoe_lab.residency.start_state import make_resident, read_integers, read_queues
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["Random"]
 

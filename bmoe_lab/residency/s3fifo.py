@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.loads import (
     EVICTIONS,
     GENERATION,
     HIT,
@@ -21,8 +22,6 @@ from bmoe_lab.residency.base import (
     N_VICTIMS,
     OWN,
     RESIDENT_BYTES,
-    KernelState,
-    ResidencyPolicy,
 )
 from bmoe_lab.residency.queues import (
     close_queues,
@@ -36,6 +35,7 @@ from bmoe_lab.residency.queues import (
 )
 from bmoe_lab.residency.shares import share_of
 from bmoe_lab.residency.start_state import make_resident, read_integers, read_queues
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["S3FIFO"]
 

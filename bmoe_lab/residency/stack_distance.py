@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import SettingsError
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import out_of_range
+from bmoe_lab.residency.state import out_of_range
 
-__all__ = ["NEVER", "REPEAT", "LRUCurve", "lru_curve", "stack_distances"]
+__all__ = ["NEVER", "REPEAT", "LRUCurve", "stack_curve", "stack_distances"]
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -221,6 +221,31 @@ class LRUCurve:
     n_lookup: int
     n_bytes: int
 
+    @classmethod
+    def from_distances(cls, distances: IntArray, size: IntArray) -> LRUCurve:
+        """Return the curve of lookups with these stack distances and sizes, both in bytes.
+
+        Parameters
+        ----------
+        distances : numpy.ndarray of int64, shape (lookup,)
+            From :func:`stack_distances`, repeats left out.
+        size : numpy.ndarray of int64, shape (lookup,)
+            What each lookup reads if it misses.
+        """
+        found = distances != NEVER
+        reached = distances[found]
+        order = np.argsort(reached, kind="stable")
+        steps, first = np.unique(reached[order], return_index=True)
+        ends = np.append(first, reached.size)
+        summed = np.append(0, np.cumsum(size[found][order]))
+        return cls(
+            distances=steps,
+            hits=ends.astype(np.int64),
+            hit_bytes=summed[ends],
+            n_lookup=int(distances.size),
+            n_bytes=int(size.sum()),
+        )
+
     def n_hit(self, budgets: npt.ArrayLike) -> IntArray:
         """Return the number of lookups that hit at each budget in bytes, int64."""
         found: IntArray = self.hits[self._steps(budgets)]
@@ -246,7 +271,7 @@ class LRUCurve:
         return np.searchsorted(self.distances, given, side="right")
 
 
-def lru_curve(
+def stack_curve(
     keys: IntArray,
     offsets: IntArray,
     key_bytes: npt.ArrayLike,
@@ -271,7 +296,7 @@ def lru_curve(
 
     Examples
     --------
-    >>> curve = lru_curve(np.array([0, 1, 0, 1]), np.arange(5), [10, 30])
+    >>> curve = stack_curve(np.array([0, 1, 0, 1]), np.arange(5), [10, 30])
     >>> curve.n_hit([30, 39, 40]), curve.read_bytes([30, 39, 40])
     (array([0, 0, 2]), array([80, 80, 40]))
     """
@@ -285,16 +310,4 @@ def lru_curve(
             )
         chosen &= np.asarray(counted, dtype=np.bool_)
     size = np.asarray(key_bytes, dtype=np.int64)[np.asarray(keys)[chosen]]
-    found = distances[chosen] != NEVER
-    reached = distances[chosen][found]
-    order = np.argsort(reached, kind="stable")
-    steps, first = np.unique(reached[order], return_index=True)
-    ends = np.append(first, reached.size)
-    summed = np.append(0, np.cumsum(size[found][order]))
-    return LRUCurve(
-        distances=steps,
-        hits=ends.astype(np.int64),
-        hit_bytes=summed[ends],
-        n_lookup=int(chosen.sum()),
-        n_bytes=int(size.sum()),
-    )
+    return LRUCurve.from_distances(distances[chosen], size)

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError
-from bmoe_lab.residency.base import N_RESIDENT, RESIDENT_BYTES, KernelState
+from bmoe_lab.residency.loads import N_RESIDENT, RESIDENT_BYTES
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["make_resident", "read_integers", "read_queues", "read_real"]
 

@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import PolicyError
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.base import ResidencyPolicy
+from bmoe_lab.residency.frequency import best_set, count_lookups, read_profile
+from bmoe_lab.residency.loads import (
     GENERATION,
     HIT,
     LOAD_EVICTIONS,
@@ -22,13 +24,11 @@ from bmoe_lab.residency.base import (
     NO_FUTURE,
     OWN,
     RESIDENT_BYTES,
-    KernelState,
     Load,
     LoadLog,
-    ResidencyPolicy,
 )
-from bmoe_lab.residency.frequency import best_set, count_lookups, read_profile
 from bmoe_lab.residency.start_state import make_resident, read_queues
+from bmoe_lab.residency.state import KernelState
 
 __all__ = ["StationaryOracle"]
 

@@ -18,7 +18,7 @@ import xarray as xr
 from bmoe_lab.errors import SettingsError
 from bmoe_lab.kernels import compiled
 from bmoe_lab.residency import ResidencyPolicy, ResidencyState
-from bmoe_lab.residency.base import NO_FUTURE
+from bmoe_lab.residency.loads import NO_FUTURE
 from bmoe_lab.simulation.serving import join_logs
 from bmoe_lab.simulation.stream import LoadStream, load_stream
 from bmoe_lab.simulation.tally import N_PHASE, Tally, first_requests

@@ -10,7 +10,7 @@ from numba import types
 from bmoe_lab.errors import PolicyError
 from bmoe_lab.kernels import compiled_for
 from bmoe_lab.residency import KernelState
-from bmoe_lab.residency.base import (
+from bmoe_lab.residency.loads import (
     LOAD_EVICTIONS,
     LOAD_RESIDENT_BYTES,
     N_LOAD_COLUMNS,

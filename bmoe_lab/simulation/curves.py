@@ -9,8 +9,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from bmoe_lab._version import __version__
-from bmoe_lab.errors import SchemaError
-from bmoe_lab.residency.stack_distance import REPEAT, stack_distances
+from bmoe_lab.residency.stack_distance import REPEAT, LRUCurve, stack_distances
 from bmoe_lab.schema import Phase
 from bmoe_lab.simulation.budget_grid import Budgets, check_budgets
 from bmoe_lab.simulation.budget_grid import budgets as default_budgets
@@ -124,25 +123,16 @@ def _figures(
     distances: IntArray, size: IntArray, budgets: IntArray, n_token: int
 ) -> dict[str, tuple[npt.NDArray[np.float64], str, str]]:
     """Return the figures of one phase at each budget."""
-    # A lookup hits from the first budget on that is no smaller than its distance.
-    step = np.searchsorted(budgets, distances)
-    hits = np.cumsum(np.bincount(step, minlength=budgets.size + 1))[: budgets.size]
-    # Sums of bytes in float64 are exact below 2**53.
-    summed = np.cumsum(np.bincount(step, weights=size, minlength=budgets.size + 1))
-    hit_bytes = summed[: budgets.size].astype(np.float64)
-    n_lookup, n_bytes = distances.size, float(size.sum())
+    curve = LRUCurve.from_distances(distances, size)
+    n_lookup, n_bytes = curve.n_lookup, curve.n_bytes
+    hits, missed = curve.n_hit(budgets), curve.read_bytes(budgets)
+    found, read = n_bytes - missed, missed.astype(np.float64)
     none = np.full(budgets.size, np.nan)
     known = np.full(budgets.size, float(n_lookup))
-    if n_bytes >= 2**53:
-        raise SchemaError(
-            f"trace must ask for less than {2**53} bytes to be summed exactly; got {n_bytes:.3g}. "
-            "Take part of it: trace.isel(token=slice(...))."
-        )
-    read = n_bytes - hit_bytes
     return {
         "hit_rate": (hits / n_lookup if n_lookup else none, "1", "lookups that hit under LRU"),
         "byte_hit_rate": (
-            hit_bytes / n_bytes if n_lookup else none, "1", "bytes looked up that hit under LRU"
+            found / n_bytes if n_lookup else none, "1", "bytes looked up that hit under LRU"
         ),
         "lookups": (known if n_lookup else none, "1", "lookups"),
         "read_bytes": (read if n_lookup else none, "byte", "bytes read under LRU"),

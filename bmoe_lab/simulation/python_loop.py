@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.residency import ResidencyState
-from bmoe_lab.residency.base import LoadLog
+from bmoe_lab.residency.loads import LoadLog
 from bmoe_lab.routing.applying import DROPPED, SUBSTITUTED
 from bmoe_lab.routing.base import Routing
 from bmoe_lab.routing.engine import Engine, strongest

@@ -13,7 +13,7 @@ from bmoe_lab._version import __version__
 from bmoe_lab.metrics.cache import first_of_load
 from bmoe_lab.policy_settings import policy_settings
 from bmoe_lab.residency import ResidencyPolicy
-from bmoe_lab.residency.base import LoadLog
+from bmoe_lab.residency.loads import LoadLog
 from bmoe_lab.routing import Counters, RoutingPolicy
 from bmoe_lab.schema import NO_EXPERT, NOT_ROUTED, STATE_PREFIX, Residency
 from bmoe_lab.simulation.routed import Routed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bmoe_lab.residency.base import LoadLog
+from bmoe_lab.residency.loads import LoadLog
 from bmoe_lab.routing.counters import Counters
 from bmoe_lab.simulation.stream import LoadStream
 

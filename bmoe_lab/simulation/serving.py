@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bmoe_lab.residency import ResidencyPolicy, ResidencyState, StationaryOracle
-from bmoe_lab.residency.base import NO_FUTURE, LoadLog
 from bmoe_lab.residency.frequency import count_lookups
 from bmoe_lab.residency.future import next_use
+from bmoe_lab.residency.loads import NO_FUTURE, LoadLog
 from bmoe_lab.simulation.stream import LoadStream
 
 __all__ = ["counts_stream", "join_logs", "serve_around_dropped", "serve_stream"]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from bmoe_lab.errors import unknown_name
 from bmoe_lab.kernels import compiled
-from bmoe_lab.residency.base import HIT, LoadLog
+from bmoe_lab.residency.loads import HIT, LoadLog
 from bmoe_lab.schema import Phase
 from bmoe_lab.simulation.stream import LoadStream
 

@@ -23,7 +23,8 @@ from bmoe_lab.streaming.layout import ModelLayout
 from bmoe_lab.streaming.reader import Job, Reader
 
 if TYPE_CHECKING:
-    from bmoe_lab.residency.base import ResidencyPolicy, ResidencyState
+    from bmoe_lab.residency.base import ResidencyPolicy
+    from bmoe_lab.residency.state import ResidencyState
 
 __all__ = ["Costs", "StackGroup", "StreamLoad", "Streamer"]
 

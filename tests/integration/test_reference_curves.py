@@ -16,9 +16,9 @@ import pytest
 
 from bmoe_lab.converters import from_bigmoeonedge
 from bmoe_lab.residency import LFU, LRU, Belady, PerLayer, Random, token_cycle
-from bmoe_lab.residency.base import NO_FUTURE
 from bmoe_lab.residency.future import next_use
-from bmoe_lab.residency.stack_distance import REPEAT, lru_curve, stack_distances
+from bmoe_lab.residency.loads import NO_FUTURE
+from bmoe_lab.residency.stack_distance import REPEAT, stack_curve, stack_distances
 from bmoe_lab.schema import Phase
 from bmoe_lab.simulation.stream import cache_facts, load_stream
 
@@ -116,8 +116,8 @@ def test_one_pass_gives_the_lru_rows_of_the_published_curves(reference_data, run
     with path.open(newline="") as lines:
         rows = [row for row in csv.DictReader(lines) if row["policy"] == "lru"]
     budgets = np.array([int(row["budget_mib"]) * MIB for row in rows])
-    every = lru_curve(run.keys, run.offsets, run.key_bytes)
-    decode = lru_curve(run.keys, run.offsets, run.key_bytes, counted=run.decode)
+    every = stack_curve(run.keys, run.offsets, run.key_bytes)
+    decode = stack_curve(run.keys, run.offsets, run.key_bytes, counted=run.decode)
     assert [f"{100 * rate:.3f}" for rate in every.hit_rate(budgets)] == [
         row["hit_pct_cum"] for row in rows
     ]
@@ -155,7 +155,7 @@ def test_lru_hits_nothing_below_a_token_cycle(run, tag):
     }[tag]
     assert round(run.cycle / MIB) == cycle
     assert run.hit_rate(run.serve(LRU(), below)[0]) == 0
-    decode = lru_curve(run.keys, run.offsets, run.key_bytes, counted=run.decode)
+    decode = stack_curve(run.keys, run.offsets, run.key_bytes, counted=run.decode)
     assert int(np.ceil(decode.distances[0] / MIB)) == first_hit
     assert decode.n_hit(first_hit * MIB - MIB) == 0 < decode.n_hit(first_hit * MIB)
     assert round(100 * float(decode.hit_rate(run.cycle)), 1) == at_cycle

@@ -1,6 +1,6 @@
 """Slow, obviously correct caches, and the streams on which a kernel must equal them.
 
-`Reference` knows the rules of a load (top of ``bmoe_lab/residency/base.py``) and nothing of any
+`Reference` knows the rules of a load (top of ``bmoe_lab/residency/loads.py``) and nothing of any
 kernel. A policy says in plain lists and dicts what it remembers and whom it gives up.
 """
 

@@ -22,7 +22,7 @@ from bmoe_lab.residency import (
 )
 from bmoe_lab.residency.frequency import count_lookups
 from bmoe_lab.residency.future import next_use
-from bmoe_lab.residency.stack_distance import NEVER, REPEAT, lru_curve, stack_distances
+from bmoe_lab.residency.stack_distance import NEVER, REPEAT, stack_curve, stack_distances
 from bmoe_lab.testing.suites import ResidencyPolicySuite
 from tests.unit.residency_reference_b import ReferenceBelady
 
@@ -234,7 +234,7 @@ def test_lru_curve_equals_lru_at_every_budget(stream, data):
     counted = np.array(
         data.draw(st.lists(st.booleans(), min_size=keys.size, max_size=keys.size)), dtype=bool
     )
-    curve = lru_curve(keys, offsets, key_bytes, counted=counted)
+    curve = stack_curve(keys, offsets, key_bytes, counted=counted)
     distances = stack_distances(keys, offsets, key_bytes)
     for budget in range(int(key_bytes.sum()) + 2):
         log = LRU().start(key_bytes, budget).load_many(keys, offsets)
@@ -253,7 +253,7 @@ def test_lru_curve_begins_again_with_an_empty_cache(stream, data):
     key_bytes, budget, loads = stream
     keys, offsets = flat(loads)
     restart = data.draw(st.integers(0, len(loads) - 1))
-    curve = lru_curve(keys, offsets, key_bytes, restarts=np.array([0, restart]))
+    curve = stack_curve(keys, offsets, key_bytes, restarts=np.array([0, restart]))
     state = LRU().start(key_bytes, budget)
     cut = offsets[restart]
     reads = 0
@@ -286,17 +286,17 @@ def test_stack_distances_after_a_restart_are_those_of_the_rest_alone():
 
 
 def test_lru_curve_of_nothing_is_unknown():
-    curve = lru_curve(np.empty(0, np.int64), np.zeros(1, np.int64), [1, 1])
+    curve = stack_curve(np.empty(0, np.int64), np.zeros(1, np.int64), [1, 1])
     assert np.isnan(curve.hit_rate([0, 5])).all()
     assert curve.read_bytes([0, 5]).tolist() == [0, 0]
 
 
 def test_lru_curve_refuses_what_it_cannot_answer():
     with pytest.raises(PolicyError, match=r"keys must lie in \[0, 2\); got 2 in row 1"):
-        lru_curve(np.array([0, 2]), np.array([0, 2]), [1, 1])
+        stack_curve(np.array([0, 2]), np.array([0, 2]), [1, 1])
     with pytest.raises(SettingsError, match="counted must have one entry for each of the 2 rows"):
-        lru_curve(np.array([0, 1]), np.array([0, 2]), [1, 1], counted=np.array([True]))
-    curve = lru_curve(np.array([0, 1]), np.array([0, 2]), [1, 1])
+        stack_curve(np.array([0, 1]), np.array([0, 2]), [1, 1], counted=np.array([True]))
+    curve = stack_curve(np.array([0, 1]), np.array([0, 2]), [1, 1])
     for budgets in (-1, [1, -5], 1.5):
         with pytest.raises(SettingsError, match="budgets must be bytes"):
             curve.n_hit(budgets)

@@ -528,15 +528,15 @@ def test_policy_that_looks_at_the_cache_warns_below_one_token_cycle():
 
 
 def test_phases_and_actions_have_the_values_of_the_trace():
-    from bmoe_lab.residency import base as residency_base
+    from bmoe_lab.residency import loads as residency_loads
     from bmoe_lab.routing import engine
 
     assert schema.Phase.prefill == routing_base.PREFILL
     assert schema.Phase.decode == routing_base.DECODE
     for name in ("KEPT", "DROPPED", "SUBSTITUTED", "REWEIGHTED"):
         assert getattr(engine, name) == schema.Action[name.lower()]
-    assert schema.Residency.miss == residency_base.MISS
-    assert schema.Residency.hit == residency_base.HIT
+    assert schema.Residency.miss == residency_loads.MISS
+    assert schema.Residency.hit == residency_loads.HIT
 
 
 @pytest.mark.parametrize(

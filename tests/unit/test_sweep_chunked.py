@@ -157,8 +157,10 @@ def test_belady_in_chunks_equals_its_replay(monkeypatch):
     grid = quiet(trace, [Belady()])
     for budget in BUDGETS:
         again = replay(trace, residency=Belady(budget))
-        actual = float(grid.hit_rate_all.squeeze().sel(budget=budget))
-        assert actual == float(again.moe.hit_rate(phase="all"))
+        cell = grid.squeeze().sel(budget=budget)
+        assert float(cell.hit_rate_all) == float(again.moe.hit_rate(phase="all"))
+        assert float(cell.evictions_all) == np.nansum(again.evictions)
+        assert float(cell.resident_bytes_max_all) == np.nanmax(again.cache_resident_bytes)
 
 
 def test_sweep_in_chunks_empties_the_cache_of_a_turn_that_begins_with_a_chunk(monkeypatch):
