@@ -93,7 +93,7 @@ rates = grid.hit_rate_decode.sel(trace="demo", routing="none")
 # How much of the way from LRU to Belady does the best online policy go?
 
 # %%
-online = rates.sel(residency=rates.online == 1)
+online = rates.sel(residency=(rates.online == 1) & (rates.keeps_budget == 1))
 lru, belady = rates.sel(residency="lru"), rates.sel(residency="belady")
 gap = belady - lru
 closed = ((online.max("residency") - lru) / gap).where(gap > 0)
