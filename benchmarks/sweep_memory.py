@@ -124,7 +124,11 @@ def measure(
         on_disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         with (
             distributed.LocalCluster(
-                n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
+                n_workers=2,
+                threads_per_worker=1,
+                processes=True,
+                dashboard_address=":0",
+                local_directory=where,
             ) as cluster,
             distributed.Client(cluster) as client,
         ):

@@ -2,6 +2,7 @@
 
 import sys
 
+import dask
 import distributed
 import numpy as np
 import pytest
@@ -26,8 +27,10 @@ ASKED = {
 
 
 @pytest.fixture(scope="module")
-def client():
+def client(tmp_path_factory):
     with (
+        # By default scheduler and workers leave a folder behind in the system's own.
+        dask.config.set(temporary_directory=str(tmp_path_factory.mktemp("dask"))),
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
         ) as cluster,
