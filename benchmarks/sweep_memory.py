@@ -112,6 +112,7 @@ def measure(
     folder: Path | None = None,
 ) -> dict[str, float]:
     """Sweep a synthetic trace on two workers; return sizes, peaks and seconds."""
+    import dask
     import distributed
 
     import bmoe_lab as bl
@@ -123,12 +124,9 @@ def measure(
         n_byte = write_trace(path, n_token)
         on_disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         with (
+            dask.config.set(temporary_directory=where),
             distributed.LocalCluster(
-                n_workers=2,
-                threads_per_worker=1,
-                processes=True,
-                dashboard_address=":0",
-                local_directory=where,
+                n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
             ) as cluster,
             distributed.Client(cluster) as client,
         ):
