@@ -60,11 +60,12 @@ def parameter_repr(value: Any) -> str:
 
     Examples
     --------
-    >>> parameter_repr(0.5), parameter_repr(np.zeros(3, np.uint8))
+    >>> parameter_repr(np.float64(0.5)), parameter_repr(np.zeros(3, np.uint8))
     ('0.5', "array(shape=(3,), sha256='709e80c8')")
     """
     if not is_array(value):
-        return repr(value)
+        # numpy's numbers are shown, and written into traces, as the numbers that they are.
+        return repr(value.item() if isinstance(value, np.generic) else value)
     return f"array(shape={np.shape(value)}, sha256={array_digest(value)[:_DIGEST_SHOWN]!r})"
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from bmoe_lab.errors import SettingsError
 
 __all__ = ["format_size", "parse_size"]
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+#: Sizes are summed in signed 64-bit numbers.
+_LARGEST = 2**63 - 1
 
 
 def parse_size(value: int | str, *, name: str = "size") -> int:
@@ -33,7 +39,7 @@ def parse_size(value: int | str, *, name: str = "size") -> int:
     Raises
     ------
     SettingsError
-        If `value` is negative, not a whole number of bytes, or has an unknown unit.
+        If `value` is negative, 8 EiB or more, not a whole number of bytes, or has an unknown unit.
 
     Examples
     --------
@@ -41,12 +47,13 @@ def parse_size(value: int | str, *, name: str = "size") -> int:
     (1536, 4096)
     """
     rule = f"{name} must be a size such as '4 MiB', '2 GiB' or a number of bytes"
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise SettingsError(f"{rule}; got {value!r}.")
-    if isinstance(value, int):
-        if value < 0:
-            raise SettingsError(f"{rule}, at least 0; got {value!r}.")
-        return value
+    # numpy's integers are no `int`, and what `budgets` returns is made of them.
+    given: object = value
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer, str)):
+        raise SettingsError(f"{rule}; got {given!r}.")
+    if not isinstance(given, str):
+        return _bounded(int(given), given, rule)
+    value = given
     match = _PATTERN.fullmatch(value)
     if match is None or match[2] not in _UNITS:
         raise SettingsError(f"{rule}; got {value!r}. Known units: {', '.join(_UNITS)}.")
@@ -55,6 +62,14 @@ def parse_size(value: int | str, *, name: str = "size") -> int:
     n_bytes, rest = divmod(numerator, 10 ** len(fraction) if point else 1)
     if rest:
         raise SettingsError(f"{rule}; got {value!r}, which is not a whole number of bytes.")
+    return _bounded(n_bytes, value, rule)
+
+
+def _bounded(n_bytes: int, given: object, rule: str) -> int:
+    if n_bytes < 0:
+        raise SettingsError(f"{rule}, at least 0; got {given!r}.")
+    if n_bytes > _LARGEST:
+        raise SettingsError(f"{rule}, less than 8 EiB; got {given!r}.")
     return n_bytes
 
 

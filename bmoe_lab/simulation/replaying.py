@@ -114,6 +114,7 @@ def replay(
     >>> again.attrs["source"], sorted(json.loads(again.attrs["replay_totals"]))
     ('replay', ['decode', 'prefill'])
     """
+    _check_read_bytes(trace)
     static = isinstance(residency, str) and residency == RECORDED
     if start not in ("recorded", "cold"):
         raise unknown_name("start", start, ["cold", "recorded"])
@@ -264,6 +265,17 @@ def _check_scores(trace: xr.Dataset, policy: RoutingPolicy) -> None:
             f"trace must say whether its scores are the output of a softmax for {policy!r}; got "
             "no 'score_is_softmax'. Traces recorded before it was stored lack it: set "
             "trace['score_is_softmax'] = ('layer', uint8 array of 0 and 1)."
+        )
+
+
+def _check_read_bytes(trace: xr.Dataset) -> None:
+    if "expert_bytes" not in trace.variables:
+        return  # refused where the sizes are needed
+    largest = int(np.max(trace["expert_bytes"].values, initial=0))
+    if largest > np.iinfo(np.uint32).max:
+        raise SchemaError(
+            f"expert_bytes must be less than 4 GiB to be replayed; got {largest}. A trace holds "
+            "read_bytes as uint32; bmoe_lab.sweep counts in larger numbers."
         )
 
 

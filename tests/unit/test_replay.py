@@ -243,6 +243,20 @@ def test_replay_without_sizes_is_refused(trace):
         replay(trace.drop_vars("expert_bytes"), residency=LRU(5))
 
 
+def test_replay_of_experts_that_read_bytes_cannot_hold_is_refused(trace):
+    large = trace.copy(deep=True)
+    large["expert_bytes"].values[1] = 2**32
+    with pytest.raises(SchemaError, match="less than 4 GiB to be replayed; got 4294967296"):
+        replay(large, residency=LRU("1 TiB"))
+    large["expert_bytes"].values[1] = 2**32 - 1
+    assert replay(large, residency=LRU("1 TiB")).read_bytes.max() == 2**32 - 1
+
+
+def test_replay_with_a_budget_of_the_grid_works(trace):
+    size = bl.budgets(trace, n=6)[3]
+    assert replay(trace, residency=LRU(size)).attrs["cache_budget_bytes"] == size
+
+
 def test_replay_of_scoring_policy_without_scores_says_how_to_record(budget):
     bare = trace_of(scores=False)
     with pytest.raises(PolicyError, match=r"record='scores'"):

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,3 +61,16 @@ def test_format_size_picks_largest_unit():
         "5.0 MiB",
         "3.0 TiB",
     ]
+
+
+def test_numpy_integers_are_sizes():
+    size = parse_size(np.int64(4096))
+    assert size == 4096
+    assert type(size) is int
+
+
+@pytest.mark.parametrize("value", [2**63, "8388608 TiB", np.uint64(2**63)])
+def test_size_beyond_signed_64_bits_is_refused(value):
+    with pytest.raises(SettingsError, match="less than 8 EiB"):
+        parse_size(value)
+    assert parse_size(2**63 - 1) == 2**63 - 1
