@@ -218,6 +218,11 @@ def _trace_writer(path: Path) -> Any:
             )
         write = to_parquet if path.suffix == ".parquet" else to_bigmoeonedge
         return lambda trace: write(trace, path)
+    if path.suffix not in (".nc", ".zarr"):
+        raise TraceFileError(
+            "path must end in one of ['.csv', '.nc', '.parquet', '.zarr']; got "
+            f"{str(path)!r}. The suffix chooses the format."
+        )
     check_writable(path)
     return lambda trace: save_trace(trace, path)
 

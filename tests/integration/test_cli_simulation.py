@@ -184,3 +184,12 @@ def test_simulation_errors_are_one_line(run, path, arguments, part):
     assert code == 1
     assert part in err
     assert err.count("\n") == 1
+
+
+def test_replay_to_an_unknown_suffix_names_all_that_it_writes(run, tmp_path):
+    bl.save_trace(bl.testing.make_trace(8), tmp_path / "t.nc")
+    code, _, err = run(
+        "replay", tmp_path / "t.nc", "--budget", "1 MiB", "--save", tmp_path / "o.txt"
+    )
+    assert code == 1
+    assert "['.csv', '.nc', '.parquet', '.zarr']" in err
