@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -170,6 +171,46 @@ class Session:
         if live is not None:
             live.stop()
 
+    def with_cache(self, cache: int | str | ResidencyPolicy) -> Self:
+        """Return a second session on the same file, with the same settings but this cache.
+
+        Both are open then, and each holds its own cache: close the one that is done. The lossless
+        logits of the two are equal bit for bit.
+
+        Parameters
+        ----------
+        cache : int, str or ResidencyPolicy
+            As for :class:`Session`.
+
+        Returns
+        -------
+        Session
+
+        Raises
+        ------
+        SettingsError
+            If the cache is impossible, such as a policy that needs to know the future.
+        SessionError
+            If this session is closed.
+
+        Examples
+        --------
+        >>> import bmoe_lab as bl
+        >>> with (
+        ...     bl.Session(bl.datasets.demo_model(), cache="2 MiB", n_threads=1) as session,
+        ...     session.with_cache(bl.residency.LFU("1 MiB")) as other,
+        ... ):
+        ...     other.residency_policy, other.n_ctx == session.n_ctx
+        (LFU(budget='1 MiB'), True)
+        """
+        values = {
+            field.name: getattr(self._settings, field.name)
+            for field in dataclasses.fields(self._settings)
+        }
+        # The context as it is, whatever the model would be given today.
+        values |= {"cache": cache, "n_ctx": self.n_ctx}
+        return type(self)(values.pop("path"), **values)
+
     @property
     def _model(self) -> Any:
         if self._live is None:
@@ -197,6 +238,12 @@ class Session:
     def cache_budget_bytes(self) -> int:
         """Bytes allowed to resident experts."""
         return int(self._model.cache_budget)
+
+    @property
+    def residency_policy(self) -> ResidencyPolicy:
+        """The cache's policy, a copy with its budget; a budget of 0 keeps nothing."""
+        policy: ResidencyPolicy = self._model.residency_policy
+        return policy.clone()
 
     @property
     def token_cycle_bytes(self) -> int:
