@@ -16,6 +16,10 @@ from bmoe_lab.metrics.cache import (
     rereads_per_token,
     speculative_hit_rate,
 )
+from bmoe_lab.metrics.cells import (
+    cell_history,
+    cell_slots,
+)
 from bmoe_lab.metrics.coalescing import (
     consecutive_id_rate,
     merged_reads,
@@ -36,6 +40,9 @@ from bmoe_lab.metrics.demand import (
 )
 from bmoe_lab.metrics.domains import (
     specialisation,
+)
+from bmoe_lab.metrics.experts import (
+    expert_pieces,
 )
 from bmoe_lab.metrics.load import (
     expert_load,
@@ -95,6 +102,8 @@ from bmoe_lab.metrics.timing import (
 
 __all__ = [
     "byte_hit_rate",
+    "cell_history",
+    "cell_slots",
     "chance_overlap",
     "coactivation",
     "coactivation_lift",
@@ -108,6 +117,7 @@ __all__ = [
     "evictions_per_token",
     "expert_bank_bytes",
     "expert_load",
+    "expert_pieces",
     "experts_to_cover",
     "experts_used",
     "experts_used_once",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,89 +10,63 @@ import plotly.graph_objects as go
 import xarray as xr
 
 from bmoe_lab.errors import SchemaError, SettingsError, unknown_name
+from bmoe_lab.metrics._shared import PhaseName, _phase_rows
 from bmoe_lab.plots import theme
-from bmoe_lab.plots.reduce import MAX_CELLS, block_means, step_for
-from bmoe_lab.schema import Action, Residency
+from bmoe_lab.plots.heatmap_hover import action_text, slot_text
+from bmoe_lab.plots.heatmap_values import (
+    ACTION_COLORS,
+    ACTIONS,
+    VALUES,
+    HeatmapValue,
+    Value,
+    heatmap_cells,
+)
+from bmoe_lab.plots.reduce import MAX_CELLS, block_largest, block_means, step_for
+from bmoe_lab.plots.token_axis import mark_begins, phase_begins, show_pieces, turn_begins
+from bmoe_lab.plots.windows import Window, window_of
 
-__all__ = ["VALUES", "plot_heatmap"]
-
-Value = Literal["misses", "expert", "weight", "read", "changed"]
-Cells = npt.NDArray[np.float64]
+__all__ = ["plot_heatmap"]
 
 MAX_HOVER_CELLS = 20_000
 """Cells whose experts hover can list: about 100 bytes each."""
-
-# More lines than this would hide the cells between them.
-_MAX_TURNS = 40
-
-
-@dataclass(frozen=True)
-class _View:
-    """One thing that a cell can show; `slots` marks counts out of the slots of a routing."""
-
-    label: str
-    unit: str
-    needs: tuple[str, ...]
-    cells: Callable[[xr.Dataset], Cells]
-    slots: bool = False
-
-
-def _misses(trace: xr.Dataset) -> Cells:
-    return np.asarray((trace["residency"].values == Residency.miss).sum(axis=-1), np.float64)
-
-
-def _expert(trace: xr.Dataset) -> Cells:
-    return np.asarray(trace["expert_chosen"].values[..., 0], np.float64)
-
-
-def _weight(trace: xr.Dataset) -> Cells:
-    weight = np.asarray(trace["weight_chosen"].values, np.float64)
-    total = weight.sum(axis=-1)
-    return np.asarray(100 * weight.max(axis=-1) / np.where(total > 0, total, np.nan))
-
-
-def _read(trace: xr.Dataset) -> Cells:
-    return np.asarray(trace["read_bytes"].values.sum(axis=-1, dtype=np.float64))
-
-
-def _changed(trace: xr.Dataset) -> Cells:
-    action = trace["action"].values
-    changed = (action == Action.dropped) | (action == Action.substituted)
-    return np.asarray(changed.sum(axis=-1), np.float64)
-
-
-VALUES: dict[str, _View] = {
-    "misses": _View("experts missed", "slots", ("residency",), _misses, slots=True),
-    "expert": _View("router's first choice", "expert id", (), _expert),
-    "weight": _View("share of the largest weight", "%", ("weight_chosen",), _weight),
-    "read": _View("bytes read", "bytes", ("read_bytes",), _read),
-    "changed": _View("slots changed by the policy", "slots", (), _changed, slots=True),
-}
-"""What :func:`plot_heatmap` can show, by name."""
 
 
 def plot_heatmap(
     trace: xr.Dataset,
     *,
     value: Value = "misses",
+    tokens: Window | None = None,
+    layers: Window | None = None,
+    phase: PhaseName = "all",
     max_tokens: int = MAX_CELLS,
     max_hover_cells: int = MAX_HOVER_CELLS,
 ) -> go.Figure:
     """Return a map of a run: tokens along the text, layers upwards.
 
-    Grey cells routed nothing (the last layer of a prompt, for one). Hover shows the token, its
-    experts and their weights while the map is small enough.
+    Grey cells routed nothing (the last layer of a prompt, for one), or lie in another phase. Only
+    what is drawn is read, so a part of a long trace on disk is there at once.
 
     Parameters
     ----------
     trace : xarray.Dataset
         Routing trace.
-    value : {"misses", "expert", "weight", "read", "changed"}, default "misses"
-        What a cell shows: slots whose expert was not resident; the router's first choice; how much
-        of the weight the largest slot has; bytes read; slots that a policy dropped or substituted.
+    value : str, default "misses"
+        What a cell shows: ``misses``, ``hits`` (slots whose expert was not resident, the share of
+        those whose was); ``speculative`` (slots whose expert a prefetch had guessed); ``expert``
+        (the router's first choice); ``weight`` (how much of the weight the largest slot has);
+        ``entropy`` (of the router over all experts, where scores are softmax outputs, else over the
+        chosen ones: the subtitle says which); ``read`` (bytes); ``changed`` (slots that a policy
+        dropped or substituted); ``action`` (the strongest thing that a policy did in the cell).
+        :func:`bmoe_lab.plots.heatmap_values.heatmap_values` lists what this trace can show.
+    tokens, layers : tuple of int, optional
+        Part to draw as (first, stop), cut to the trace; the axes keep the numbers of the whole. A
+        part is reduced by itself, so it shows finer cells than the whole.
+    phase : {"all", "prefill", "decode", "draft"}, default "all"
+        Tokens shown; the others are grey.
     max_tokens : int, default 1000
         Cells along the text. A longer trace shows means over neighbouring tokens and says so;
-        ``expert`` shows the first token of each group, since a mean of ids means nothing.
+        ``expert`` shows the first token of each group, since a mean of ids means nothing,
+        ``action`` the strongest.
     max_hover_cells : int, default 20000
         Cells up to which hover lists each cell's experts; beyond, that text would weigh more than
         the picture. 0 leaves it out.
@@ -106,9 +78,11 @@ def plot_heatmap(
     Raises
     ------
     SchemaError
-        If the trace is empty or lacks the variable.
+        If the trace is empty, lacks the variable, or has no token of the phase there.
+    SettingsError
+        If a window lies outside of the trace.
     UnknownNameError
-        If `value` is not one of the names above.
+        If `value` or `phase` is not one of the names above.
 
     Examples
     --------
@@ -122,36 +96,30 @@ def plot_heatmap(
     if max_tokens < 1:
         raise SettingsError(f"max_tokens must be at least 1; got {max_tokens!r}.")
     view = VALUES[value]
-    n_token, n_layer = trace.sizes["token"], trace.sizes["layer"]
-    if n_token == 0 or n_layer == 0:
-        raise SchemaError(f"trace must hold tokens and layers; got sizes {dict(trace.sizes)}.")
-    for name in view.needs:
-        if name not in trace:
-            raise SchemaError(
-                f"trace must hold the variable {name!r} to show {value!r}; got "
-                f"{sorted(map(str, trace.data_vars))}. Choose another value."
-            )
-    routed = (trace["expert_chosen"].values >= 0).any(axis=-1)
-    cells = np.where(routed, view.cells(trace), np.nan)
-    step = step_for(n_token, max_tokens)
-    layer_step = step_for(n_layer)
+    tokens, layers = window_of(trace, "token", tokens), window_of(trace, "layer", layers)
+    rows = _rows(trace, phase, tokens)
+    n_token, n_layer = tokens[1] - tokens[0], layers[1] - layers[0]
+    step, layer_step = step_for(n_token, max_tokens), step_for(n_layer)
+    shown = heatmap_cells(trace, value, tokens, layers, step, rows).T
+    shown = (block_largest if value == "action" else block_means)(shown, layer_step)
+    if value == "speculative" and not (shown > 0).any():
+        raise SchemaError(
+            "trace must hold speculative hits to show 'speculative'; got none in the tokens shown. "
+            "Only a run with a prefetch has any: choose 'misses'."
+        )
     unit = view.unit
     if value == "read":
-        factor, unit = theme.byte_unit(float(np.nanmax(np.append(cells, 0.0))))
-        cells = cells / factor
-    shown = cells[::step] if value == "expert" else block_means(cells, step)
-    shown = block_means(shown.T, layer_step)
-
-    notes = [f"{n_token} tokens, {n_layer} layers", theme.run_note(trace.attrs)]
-    if step > 1 or layer_step > 1:
-        how = "first of" if value == "expert" else "means over"
-        layers = f" x {layer_step} layers" if layer_step > 1 else ""
-        notes.append(f"{how} {step} tokens{layers} per cell")
-    if np.isnan(shown).any():
-        notes.append("grey: not routed")
-    turns = np.flatnonzero(np.diff(trace["turn"].values)) + 1
-    if 0 < turns.size <= _MAX_TURNS:
-        notes.append("lines: a new turn or text window")
+        factor, unit = theme.byte_unit(float(np.nanmax(np.append(shown, 0.0))))
+        shown = shown / factor
+    phases, turns = phase_begins(trace, tokens), turn_begins(trace, tokens)
+    notes = [
+        _extent(trace, tokens, layers),
+        theme.run_note(trace.attrs),
+        view.note(trace),
+        _reduction(view, step, layer_step),
+        _grey(shown, rows, phase),
+        "lines: a new turn or text window" if turns else "",
+    ]
     figure = theme.figure(
         title=f"{view.label[0].upper()}{view.label[1:]} ({unit})",
         subtitle=" · ".join(note for note in notes if note),
@@ -160,97 +128,113 @@ def plot_heatmap(
         height=int(min(720, 240 + 26 * shown.shape[0])),
         legend=False,
     )
-    small = step == 1 and layer_step == 1 and cells.size <= max_hover_cells
+    cells = step == 1 and layer_step == 1 and shown.size <= max_hover_cells
+    text = _text(trace, value, shown, tokens, layers, cells, max_hover_cells)
     figure.add_trace(
         go.Heatmap(
-            z=shown,
-            x0=(step - 1) / 2,
+            z=shown.astype(np.float32),
+            x0=tokens[0] + (step - 1) / 2,
             dx=step,
-            y0=(layer_step - 1) / 2,
+            y0=layers[0] + (layer_step - 1) / 2,
             dy=layer_step,
-            colorscale=theme.SEQUENTIAL,
-            zmin=0,
-            zmax=float(trace.sizes["slot"]) if view.slots else None,
             hoverongaps=False,
-            colorbar=_colorbar(unit, trace.sizes["slot"] if view.slots else None),
-            text=_hover_text(trace) if small else None,
-            hovertemplate=_template(view.label, unit, small),
+            text=text,
+            hovertemplate=_template(view, unit, step, text is not None),
+            **_colors(view, unit, shown, trace),
         )
     )
     figure.update_layout(plot_bgcolor=theme.GREY)
-    figure.update_xaxes(showgrid=False, zeroline=False, range=[-0.5, n_token - 0.5])
-    figure.update_yaxes(showgrid=False, zeroline=False, range=[-0.5, n_layer - 0.5])
-    _mark_prefill(figure, trace)
-    for first in turns if turns.size <= _MAX_TURNS else ():
-        figure.add_vline(
-            x=float(first) - 0.5, line={"color": theme.VERMILLION, "width": 1.5, "dash": "dot"}
-        )
+    figure.update_xaxes(
+        showgrid=False, zeroline=False, range=[tokens[0] - 0.5, tokens[1] - 0.5], hoverformat="d"
+    )
+    figure.update_yaxes(showgrid=False, zeroline=False, range=[layers[0] - 0.5, layers[1] - 0.5])
+    mark_begins(figure, trace, phases, turns)
     if n_layer <= 12:
         figure.update_yaxes(dtick=1)
-    if "piece" in trace.coords and n_token <= 40:
-        pieces = [theme.escape(piece) for piece in trace["piece"].values]
-        figure.update_xaxes(tickvals=list(range(n_token)), ticktext=pieces, tickangle=-60)
+    show_pieces(figure, trace, tokens)
     return figure
 
 
-def _colorbar(unit: str, n_slot: int | None) -> dict[str, Any]:
+def _rows(trace: xr.Dataset, phase: PhaseName, tokens: Window) -> npt.NDArray[np.bool_] | None:
+    """Return which tokens of the window are of the phase; None for all of them."""
+    rows = _phase_rows(trace, phase)[slice(*tokens)]
+    if phase == "all":
+        return None
+    if not rows.any():
+        raise SchemaError(
+            f"trace must hold tokens of phase {phase!r} to show them; got none from token "
+            f"{tokens[0]} to {tokens[1] - 1}. Choose another phase or other tokens."
+        )
+    return rows
+
+
+def _extent(trace: xr.Dataset, tokens: Window, layers: Window) -> str:
+    parts = []
+    for dim, (first, stop) in (("token", tokens), ("layer", layers)):
+        size = trace.sizes[dim]
+        if stop - first == size:
+            parts.append(f"{size:,} {dim}{'' if size == 1 else 's'}")
+        else:
+            parts.append(f"{dim}s {first:,} to {stop - 1:,} of {size:,}")
+    return ", ".join(parts)
+
+
+def _reduction(view: HeatmapValue, step: int, layer_step: int) -> str:
+    if step == 1 and layer_step == 1:
+        return ""
+    layers = f" x {layer_step} layers" if layer_step > 1 else ""
+    return f"{view.reduced} {step} tokens{layers} per cell"
+
+
+def _grey(shown: npt.NDArray[Any], rows: npt.NDArray[np.bool_] | None, phase: str) -> str:
+    if not np.isnan(shown).any():
+        return ""
+    other = "" if rows is None or rows.all() else f", or not {phase}"
+    return f"grey: not routed{other}"
+
+
+def _colors(
+    view: HeatmapValue, unit: str, shown: npt.NDArray[Any], trace: xr.Dataset
+) -> dict[str, Any]:
     bar: dict[str, Any] = {
         "title": {"text": unit, "side": "right", "font": {"size": 12}},
         "thickness": 14,
         "outlinewidth": 0,
     }
-    if n_slot is not None and n_slot <= 10:
+    if view.reduced == "strongest of":
+        n = len(ACTIONS)
+        edges = [(rank + end) / n for rank in range(n) for end in (0, 1)]
+        bar |= {"tickvals": list(range(n)), "ticktext": [action.name for action in ACTIONS]}
+        scale = [[edge, ACTION_COLORS[place // 2]] for place, edge in enumerate(edges)]
+        return {"colorscale": scale, "zmin": -0.5, "zmax": n - 0.5, "colorbar": bar}
+    top = view.top(trace)
+    if unit == "slots" and trace.sizes["slot"] <= 10:
         bar["dtick"] = 1
-    return bar
+    if top is None and not (shown > 0).any():
+        top = 1.0
+    return {"colorscale": theme.SEQUENTIAL, "zmin": 0, "zmax": top, "colorbar": bar}
 
 
-def _template(label: str, unit: str, small: bool) -> str:
-    text = "<br>%{text}" if small else ""
-    return f"token %{{x}}, layer %{{y}}<br>{label}: %{{z:.3~g}} {unit}{text}<extra></extra>"
+def _text(
+    trace: xr.Dataset,
+    value: str,
+    shown: npt.NDArray[Any],
+    tokens: Window,
+    layers: Window,
+    cells: bool,
+    max_hover_cells: int,
+) -> npt.NDArray[np.object_] | None:
+    """Return what hover says of each cell, where that is light enough."""
+    if cells:
+        return slot_text(trace, tokens, layers)
+    if value == "action" and shown.size <= max_hover_cells:
+        return action_text(shown)
+    return None
 
 
-def _mark_prefill(figure: go.Figure, trace: xr.Dataset) -> None:
-    """Draw a line where prefill ends: its evaluations are wide, so misses look different."""
-    phase = trace["phase"].values
-    changes = np.flatnonzero(phase[1:] != phase[:-1]) + 1
-    if changes.size == 1 and phase[0] == 0:
-        figure.add_vline(
-            x=float(changes[0]) - 0.5,
-            line={"color": theme.VERMILLION, "width": 2, "dash": "dot"},
-            annotation={
-                "text": "prefill | decode",
-                "font": {"color": theme.VERMILLION, "size": 11},
-                "yref": "paper",
-                "y": 1.0,
-                "yanchor": "bottom",
-                "xanchor": "center",
-            },
-        )
-
-
-def _hover_text(trace: xr.Dataset) -> list[list[str]]:
-    """Return per layer and token: the piece, the experts with weights, what a policy did."""
-    chosen, applied = trace["expert_chosen"].values, trace["expert_applied"].values
-    action = trace["action"].values
-    weight = trace["weight_chosen"].values if "weight_chosen" in trace else None
-    pieces = trace["piece"].values if "piece" in trace.coords else None
-    rows: list[list[str]] = []
-    for layer in range(chosen.shape[1]):
-        row = []
-        for token in range(chosen.shape[0]):
-            slots = []
-            for slot, expert in enumerate(chosen[token, layer].tolist()):
-                if expert < 0:
-                    continue
-                part = str(expert)
-                if weight is not None and not np.isnan(weight[token, layer, slot]):
-                    part += f" ({weight[token, layer, slot]:.2f})"
-                if action[token, layer, slot] == Action.dropped:
-                    part += " dropped"
-                elif action[token, layer, slot] == Action.substituted:
-                    part += f" → {int(applied[token, layer, slot])}"
-                slots.append(part)
-            piece = "" if pieces is None else f"‘{theme.escape(pieces[token])}’<br>"
-            row.append(f"{piece}experts {', '.join(slots)}")
-        rows.append(row)
-    return rows
+def _template(view: HeatmapValue, unit: str, step: int, text: bool) -> str:
+    where = "token %{x}" if step == 1 else f"{step} tokens around %{{x:.0f}}"
+    what = f"<br>{view.label}: %{{z:.3~g}} {unit}"
+    if view.reduced == "strongest of":
+        what = ""
+    return f"{where}, layer %{{y}}{what}" + ("<br>%{text}" if text else "") + "<extra></extra>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_CELLS", "block_means", "step_for"]
+__all__ = ["MAX_CELLS", "block_firsts", "block_largest", "block_means", "step_for"]
 
 MAX_CELLS = 1000
 """Cells along an axis; a browser draws about a million cells of a heat map in time."""
@@ -47,3 +47,49 @@ def block_means(values: npt.NDArray[np.float64], step: int) -> npt.NDArray[np.fl
     total = np.where(known, blocks, 0.0).sum(axis=1)
     means: npt.NDArray[np.float64] = np.where(count > 0, total / np.maximum(count, 1), np.nan)
     return means
+
+
+def block_firsts(values: npt.NDArray[np.float64], step: int) -> npt.NDArray[np.float64]:
+    """Return the first value of each block of `step` rows that is not NaN.
+
+    Parameters
+    ----------
+    values : numpy.ndarray of float64, shape (n, ...)
+    step : int
+        Rows per block; the last block may be shorter.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> block_firsts(np.array([np.nan, 3.0, np.nan, np.nan, 5.0]), 2).tolist()
+    [3.0, nan, 5.0]
+    """
+    firsts = values[::step].copy()
+    for later in range(1, step):
+        other = values[later::step]
+        head = firsts[: len(other)]
+        np.copyto(head, other, where=np.isnan(head))
+    return firsts
+
+
+def block_largest(values: npt.NDArray[np.float64], step: int) -> npt.NDArray[np.float64]:
+    """Return the largest value of each block of `step` rows; a block of NaN stays NaN.
+
+    Parameters
+    ----------
+    values : numpy.ndarray of float64, shape (n, ...)
+    step : int
+        Rows per block; the last block may be shorter.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> block_largest(np.array([1.0, 3.0, np.nan, np.nan, 5.0]), 2).tolist()
+    [3.0, nan, 5.0]
+    """
+    largest = values[::step].copy()
+    for later in range(1, step):
+        other = values[later::step]
+        head = largest[: len(other)]
+        np.fmax(head, other, out=head)
+    return largest

@@ -22,6 +22,9 @@ ARGUMENTS = {
     "drop_savings": lambda _: {"frac": 0.5},
     "keep_savings": lambda _: {"n_keep": 1},
     "slots_per_demand": lambda _: {"budget": 1000},
+    "cell_slots": lambda _: {"token": -1, "layer": 0},
+    "cell_history": lambda _: {"token": -1, "layer": -1},
+    "expert_pieces": lambda _: {"layer": -1, "expert": 2},
 }
 # Where these have nothing to divide by, they hold a count or a size of the model.
 COUNTS = {"load_count", "first_of_load", "token_cycle_bytes", "expert_bank_bytes"}

@@ -145,7 +145,8 @@ def test_plot_heatmap_unusual_traces_draw(value, shape):
 
 def test_plot_heatmap_layer_that_never_routed_draws():
     trace = make_trace(n_token=10, n_layer=2)
-    for name, fill in {"expert_chosen": -1, "expert_applied": -1, "action": 255}.items():
+    flags = {"action": 255, "residency": 255}
+    for name, fill in {"expert_chosen": -1, "expert_applied": -1, **flags}.items():
         trace[name].values[:, 1] = fill
     figure = plots.plot_heatmap(trace)
     assert np.isnan(figure.data[0].z[1]).all()
@@ -153,11 +154,11 @@ def test_plot_heatmap_layer_that_never_routed_draws():
 
 def test_plot_heatmap_impossible_requests_are_refused():
     trace = make_trace(n_token=10)
-    with pytest.raises(UnknownNameError, match=r"value must be one of \['changed'"):
+    with pytest.raises(UnknownNameError, match=r"value must be one of \['action', 'changed'"):
         plots.plot_heatmap(trace, value="bytes")
     with pytest.raises(SchemaError, match="'weight_chosen' to show 'weight'"):
         plots.plot_heatmap(trace.drop_vars("weight_chosen"), value="weight")
-    with pytest.raises(SchemaError, match="must hold tokens and layers"):
+    with pytest.raises(SchemaError, match="must hold tokens; got sizes"):
         plots.plot_heatmap(trace.isel(token=slice(0, 0)))
     with pytest.raises(SettingsError, match="max_tokens must be at least 1"):
         plots.plot_heatmap(trace, max_tokens=0)
