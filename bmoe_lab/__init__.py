@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from bmoe_lab.recording import open_trace, save_trace
     from bmoe_lab.recording.recover import recover
     from bmoe_lab.run import Run
+    from bmoe_lab.runtime.step import Step
     from bmoe_lab.session import Session
     from bmoe_lab.simulation import budgets, diagnose, lru_curve, replay, sweep
 
 __all__ = [
     "Run",
     "Session",
+    "Step",
     "__version__",
     "budgets",
     "compare",
@@ -92,6 +94,7 @@ _MODULES = {
 _HOME = {
     "Run": "bmoe_lab.run",
     "Session": "bmoe_lab.session",
+    "Step": "bmoe_lab.runtime.step",
     "budgets": "bmoe_lab.simulation",
     "compare": "bmoe_lab.comparison",
     "diagnose": "bmoe_lab.simulation",

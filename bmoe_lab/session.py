@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bmoe_lab.routing import RoutingPolicy
     from bmoe_lab.runtime.account import RunAccount
     from bmoe_lab.runtime.loops import Observer, Outcome
+    from bmoe_lab.runtime.step import Step
 
 __all__ = ["Session"]
 
@@ -376,6 +377,7 @@ class Session:
         min_p: float = 0.05,
         stop: str | Iterable[str] = (),
         on_text: Callable[[str], None] | None = None,
+        on_step: Callable[[Step], None] | None = None,
     ) -> Run:
         """Return a run that continues `prompt`.
 
@@ -406,6 +408,11 @@ class Session:
             Texts that end the run.
         on_text : callable, optional
             Called with each new piece of text, on the session's thread.
+        on_step : callable, optional
+            Called with a :class:`~bmoe_lab.runtime.step.Step` after every graph evaluation, on the
+            session's thread: how far the run is, its sums so far, what each layer looked up and
+            read. :meth:`stop` may be called in it. What it or `on_text` raises ends the run and
+            comes out of this call; :attr:`last_run` holds what there is.
 
         Returns
         -------
@@ -426,6 +433,7 @@ class Session:
         n_predict = integer("n_predict", n_predict, 1, 1 << 24)
         sampling = _sampling(temperature, top_k, top_p, min_p)
         _callable("on_text", on_text)
+        _callable("on_step", on_step)
         if not isinstance(stop, Iterable):
             raise SettingsError(f"stop must be a text or several; got {stop!r}.")
         words = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -466,6 +474,7 @@ class Session:
             save=save,
             start=start,
             seed=seed,
+            on_step=on_step,
         )
 
     def score(
@@ -481,6 +490,7 @@ class Session:
         start: Literal["cold", "warm"] = "cold",
         seed: int = 0,
         progress: Callable[[int], None] | None = None,
+        on_step: Callable[[Step], None] | None = None,
     ) -> Run:
         """Return a run that reads `text` token by token and says how likely each one was.
 
@@ -504,6 +514,8 @@ class Session:
             As in :meth:`generate`.
         progress : callable, optional
             Called with the number of tokens done since its last call.
+        on_step : callable, optional
+            As in :meth:`generate`.
 
         Returns
         -------
@@ -521,6 +533,7 @@ class Session:
 
         _callable("observe", observe)
         _callable("progress", progress)
+        _callable("on_step", on_step)
         n_context = integer("n_context", n_context, 1, self.n_ctx)
         windows = self.windows(text, n_context=n_context)
 
@@ -545,6 +558,7 @@ class Session:
             save=save,
             start=start,
             seed=seed,
+            on_step=on_step,
         )
 
     def windows(
@@ -624,6 +638,7 @@ class Session:
         save: str | os.PathLike[str] | None,
         start: str,
         seed: int,
+        on_step: Callable[[Step], None] | None = None,
     ) -> Run:
         from bmoe_lab.runtime.recorded_run import RunRequest, execute
 
@@ -652,6 +667,7 @@ class Session:
             warm=start == "warm",
             seed=seed,
             asked=asked,
+            on_step=on_step,
         )
 
         def keep(run: Run) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bmoe_lab.recording import Recorder
     from bmoe_lab.routing import Counters, Routing, RoutingPolicy
     from bmoe_lab.routing.engine import Selection, Weighing
+    from bmoe_lab.runtime.step import StepTeller
     from bmoe_lab.streaming.streamer import StreamLoad
 
 __all__ = ["PhaseTotals", "RunAccount"]
@@ -68,6 +69,8 @@ class RunAccount:
         Whether experts stay resident from before the run and between its windows.
     piece : callable, optional
         Display text of a token id; left out, text is not recorded.
+    steps : StepTeller, optional
+        Whom to tell of every evaluation.
     """
 
     policy: RoutingPolicy | None
@@ -77,6 +80,7 @@ class RunAccount:
     shape: tuple[int, int]
     keeps_cache: bool = False
     piece: Callable[[int], str] | None = None
+    steps: StepTeller | None = None
     totals: dict[int, PhaseTotals] = field(default_factory=dict)
     policy_failure: BaseException | None = None
 
@@ -88,6 +92,7 @@ class RunAccount:
         self.weighs = self.engine.weighs
         # A policy in Python gets the scores whether it says that it needs them or not.
         self.wants_scores = self.selects or "scores" in self.engine.policy.needs
+        self.begin_evaluation()
 
     @property
     def counters(self) -> Counters:
@@ -139,25 +144,49 @@ class RunAccount:
 
     def phase(self, phase: int) -> PhaseTotals:
         """Return the totals of a phase, made on first use."""
-        return self.totals.setdefault(int(phase), PhaseTotals())
+        if phase not in self.totals:
+            self.totals[int(phase)] = PhaseTotals()
+        return self.totals[phase]
+
+    def begin_evaluation(self) -> None:
+        """Count loads from zero: those of an evaluation that did not end are forgotten."""
+        self._lookups = self._hits = self._read_bytes = 0
+        if self.steps is not None:
+            self.steps.begin()
 
     def count_load(
         self,
-        phase: int,
+        layer: int,
         expert_bytes: int,
         applied: np.ndarray,
         load: StreamLoad,
         *,
         repeats: bool,
     ) -> None:
-        """Add one load to the totals; `repeats` says whether a row may name an expert twice."""
-        totals = self.phase(phase)
+        """Count one layer's load; `repeats` says whether a row may name an expert twice."""
         missing = load.n_missing
         if len(applied) == 1:
             # Experts of one routing are distinct, but for the stand-ins of dropped slots.
             distinct = len(set(applied[0].tolist())) if repeats else applied.shape[1]
         else:
             distinct = len(np.unique(applied))
-        totals.lookups += distinct
-        totals.hits += distinct - missing
-        totals.read_bytes += missing * expert_bytes
+        self._lookups += distinct
+        self._hits += distinct - missing
+        self._read_bytes += missing * expert_bytes
+        if self.steps is not None:
+            self.steps.load(layer, distinct, missing, missing * expert_bytes)
+
+    def end_evaluation(self, phase: int, n_token: int, costs: Mapping[str, float]) -> None:
+        """Add the evaluation that ended to the totals of its phase."""
+        totals = self.phase(phase)
+        totals.n_token += n_token
+        totals.n_evaluation += 1
+        totals.lookups += self._lookups
+        totals.hits += self._hits
+        totals.read_bytes += self._read_bytes
+        totals.evictions += int(costs["evictions"])
+        totals.wall_s += costs["wall_s"]
+        totals.io_s += costs["io_s"]
+        totals.manage_s += costs["manage_s"]
+        totals.callback_s += costs["callback_s"]
+        totals.major_faults += costs["major_faults"]

@@ -231,7 +231,7 @@ class Dispatch:
         load = self._streamer.load(layer.index, applied)
         self._fired += 1
         run = self._run
-        run.count_load(self._phase, layer.expert_bytes, applied, load, repeats=action is not None)
+        run.count_load(layer.index, layer.expert_bytes, applied, load, repeats=action is not None)
         if run.recorder is None:
             return
         shape = (n, layer.n_used)

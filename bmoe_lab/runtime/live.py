@@ -346,9 +346,11 @@ class LiveModel:
         StreamingError
             If experts could not be read.
         Exception
-            What the run's policy raised, after the evaluation was finished and recorded.
+            What the run's policy raised, or its ``on_step``, after the evaluation was finished and
+            recorded.
         """
         positions = np.arange(self.n_past, self.n_past + len(tokens), dtype=np.int32)
+        run.begin_evaluation()
         self.dispatch.begin_evaluation(
             phase=phase,
             positions=positions,
@@ -374,16 +376,16 @@ class LiveModel:
                 recorder.discard()
             raise
         self.n_past += len(tokens)
-        totals = run.phase(phase)
-        totals.n_token += len(tokens)
-        totals.n_evaluation += 1
-        for name in ("wall_s", "io_s", "manage_s", "callback_s", "major_faults"):
-            setattr(totals, name, getattr(totals, name) + costs[name])
-        totals.evictions += int(costs["evictions"])
+        run.end_evaluation(phase, len(tokens), costs)
         if recorder is not None:
             recorder.commit(costs)
-        if run.policy_failure is not None:
-            raise run.policy_failure
+        try:
+            if run.steps is not None:
+                run.steps.end(phase, len(tokens), batch, run.phase)
+        finally:
+            # The policy failed before whoever is told of the step could.
+            if run.policy_failure is not None:
+                raise run.policy_failure
 
     def _decode(self, tokens: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
         faults = memory.major_faults()

@@ -90,6 +90,9 @@ def generate(
 ) -> None:
     """Generate up to `n_predict` tokens after `prompt`."""
     outcome.prompt = prompt.tolist()
+    if run.steps is not None:
+        # Nothing follows the last token, so it is not evaluated.
+        run.steps.plan(prefill=len(prompt), decode=n_predict - 1)
     stream = TextStream(live.model.piece)
     batch = _prefill(live, run, prompt, turn=0, batch=0, policy_on=True)
     one = np.array([True])
@@ -139,6 +142,10 @@ def score(
     """
     one = np.array([True])
     batch = 0
+    if run.steps is not None:
+        n_token = sum(len(window) for window in windows)
+        n_prefill = n_context * len(windows)
+        run.steps.plan(prefill=n_prefill, decode=n_token - n_prefill)
     for number, window in enumerate(windows):
         live.clear()
         if not run.keeps_cache:

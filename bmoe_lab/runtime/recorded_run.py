@@ -19,6 +19,7 @@ from bmoe_lab.policy_settings import policy_settings
 from bmoe_lab.run import Run, Summary
 from bmoe_lab.runtime.account import PhaseTotals, RunAccount
 from bmoe_lab.runtime.loops import Outcome, TextStream
+from bmoe_lab.runtime.step import Step, StepTeller
 from bmoe_lab.runtime.stop import RunStopped
 from bmoe_lab.seam.library import library
 
@@ -43,6 +44,7 @@ class RunRequest:
     warm: bool
     seed: int
     asked: dict[str, Any]
+    on_step: Callable[[Step], None] | None = None
 
 
 def execute(
@@ -54,6 +56,7 @@ def execute(
     """Run `loop` and return what came of it; `keep` gets the run even if an exception follows."""
     # Whatever of the user's policy is asked here is asked before anything is opened.
     verdict = _verdict(live, request.policy)
+    on_step = request.on_step
     run = RunAccount(
         policy=request.policy,
         recorder=None,
@@ -62,6 +65,7 @@ def execute(
         shape=live.shape,
         keeps_cache=request.warm,
         piece=live.piece_text if request.record_text else None,
+        steps=None if on_step is None else StepTeller(on_step, len(live.graph.layers)),
     )
     recorder = _recorder(live, request) if request.record != "off" else None
     run.recorder = recorder
