@@ -33,6 +33,7 @@ class _Group:
     experts: list[int] = field(default_factory=list)
     heights: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    ranks: list[str] = field(default_factory=list)
 
 
 def plot_cell_scores(
@@ -103,6 +104,12 @@ def plot_cell_scores(
                 y=group.heights,
                 name=name,
                 customdata=group.experts,
+                # plotly takes the width from the distance to the next bar of the same group.
+                width=0.85,
+                text=group.ranks,
+                textposition="outside",
+                textfont={"color": theme.TEXT, "size": 11},
+                cliponaxis=False,
                 hovertext=group.texts,
                 marker={
                     "color": color,
@@ -113,7 +120,7 @@ def plot_cell_scores(
                 "%{hovertext}<extra></extra>",
             )
         )
-    figure.update_layout(barmode="overlay", bargap=0.15, showlegend=True)
+    figure.update_layout(barmode="overlay", showlegend=True)
     _ticks(figure, trace, order, ranked)
     return figure
 
@@ -130,7 +137,7 @@ def _heights(
             # A graph rules experts out with minus infinity.
             if np.isfinite(value)
         }
-        note = f"{len(known)} experts scored"
+        note = f"{len(known)} experts scored; numbers: slots of the chosen ones"
         hidden = int(np.isneginf(score).sum())
         if hidden:
             note += f", {hidden} ruled out by the graph"
@@ -143,7 +150,7 @@ def _heights(
             strict=True,
         )
         known = {int(e): float(w) for e, w in pairs if not np.isnan(w)}
-        return known, "router weight", "weights of the chosen experts; no scores were recorded"
+        return known, "router weight", "of the chosen experts; no scores recorded; numbers: slots"
     raise SchemaError(
         "trace must hold 'router_score' or 'weight_chosen' for this cell; got neither. "
         "Record them with record='scores', as in session.generate(prompt, record='scores')."
@@ -153,20 +160,21 @@ def _heights(
 def _groups(slots: xr.Dataset, heights: dict[int, float]) -> dict[str, _Group]:
     """Return the experts with what became of them."""
     groups = {name: _Group() for name in _STYLES}
-    told: dict[int, tuple[str, str]] = {}
-    for slot in range(slots.sizes["slot"]):
+    told: dict[int, tuple[str, str, str]] = {}
+    for slot, rank in enumerate(slots["slot"].values.tolist()):
         at = slots.isel(slot=slot)
         chosen, applied = int(at["expert_chosen"]), int(at["expert_applied"])
         action = str(at["action"].values)
         name = "chosen" if action == "kept" else f"chosen, {action}"
-        told[chosen] = (name, _words(at, int(slots["slot"].values[slot])))
+        told[chosen] = (name, _words(at, rank), str(rank))
         if action == "substituted":
-            told.setdefault(applied, ("substitute", f"<br>instead of expert {chosen}"))
+            told.setdefault(applied, ("substitute", f"<br>instead of expert {chosen}", ""))
     for expert, height in heights.items():
-        name, text = told.get(expert, (NOT_CHOSEN, ""))
+        name, text, rank = told.get(expert, (NOT_CHOSEN, "", ""))
         groups[name].experts.append(expert)
         groups[name].heights.append(height)
         groups[name].texts.append(text)
+        groups[name].ranks.append(rank)
     return {name: group for name, group in groups.items() if group.experts}
 
 
@@ -201,4 +209,4 @@ def _ticks(figure: go.Figure, trace: xr.Dataset, order: str, ranked: list[int]) 
             "tickvals": list(range(0, len(ranked), every)),
             "ticktext": [str(expert) for expert in ranked[::every]],
         }
-    figure.update_xaxes(**axis, showgrid=False)
+    figure.update_xaxes(**axis, showgrid=False, zeroline=False)

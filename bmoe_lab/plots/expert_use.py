@@ -203,7 +203,12 @@ def _markers(figure: go.Figure, use: _Use) -> None:
                 text=[_hover(use, int(place)) for place in at],
                 mode="markers",
                 name=name,
-                marker={"color": color, "symbol": symbol, "size": 8, "line": {"width": 1.5}},
+                marker={
+                    "color": color,
+                    "symbol": symbol,
+                    "size": 8,
+                    "line": {"color": color, "width": 1.5},
+                },
                 hovertemplate=f"token %{{x}}%{{text}}<br>{name}<extra></extra>",
             )
         )

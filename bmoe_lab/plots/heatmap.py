@@ -30,6 +30,9 @@ __all__ = ["plot_heatmap"]
 MAX_HOVER_CELLS = 20_000
 """Cells whose experts hover can list: about 100 bytes each."""
 
+# Where colours follow the data: quantiles of the cells at both ends.
+_USUAL = (0.01, 0.99)
+
 
 def plot_heatmap(
     trace: xr.Dataset,
@@ -111,17 +114,19 @@ def plot_heatmap(
     if value == "read":
         factor, unit = theme.byte_unit(float(np.nanmax(np.append(shown, 0.0))))
         shown = shown / factor
+    low, high, span = _ends(view, shown, trace)
     phases, turns = phase_begins(trace, tokens), turn_begins(trace, tokens)
     notes = [
         _extent(trace, tokens, layers),
         theme.run_note(trace.attrs),
         view.note(trace),
         _reduction(view, step, layer_step),
+        span,
         _grey(shown, rows, phase),
         "lines: a new turn or text window" if turns else "",
     ]
     figure = theme.figure(
-        title=f"{view.label[0].upper()}{view.label[1:]} ({unit})",
+        title=f"{view.label[0].upper()}{view.label[1:]}" + (f" ({unit})" if unit else ""),
         subtitle=" · ".join(note for note in notes if note),
         x_title="token (in the order decoded)",
         y_title="layer",
@@ -140,7 +145,7 @@ def plot_heatmap(
             hoverongaps=False,
             text=text,
             hovertemplate=_template(view, unit, step, text is not None),
-            **_colors(view, unit, shown, trace),
+            **_colors(view, unit, (low, high), trace),
         )
     )
     figure.update_layout(plot_bgcolor=theme.GREY)
@@ -193,8 +198,27 @@ def _grey(shown: npt.NDArray[Any], rows: npt.NDArray[np.bool_] | None, phase: st
     return f"grey: not routed{other}"
 
 
+def _ends(
+    view: HeatmapValue, shown: npt.NDArray[Any], trace: xr.Dataset
+) -> tuple[float, float, str]:
+    """Return both ends of the colours, and what a reader must know of them."""
+    known = shown[~np.isnan(shown)]
+    low, high = view.ends(trace)
+    if low is not None:
+        top = float(known.max(initial=0.0)) if high is None else high
+        return low, top if top > low else low + 1.0, ""
+    if not known.size:
+        return 0.0, 1.0, ""
+    low, high = (float(end) for end in np.quantile(known, _USUAL))
+    if not high > low:
+        return low - 0.5, low + 0.5, ""
+    beyond = known.min() < low or known.max() > high
+    note = f"colours: {100 * (_USUAL[1] - _USUAL[0]):.0f} % of cells" if beyond else ""
+    return low, high, note
+
+
 def _colors(
-    view: HeatmapValue, unit: str, shown: npt.NDArray[Any], trace: xr.Dataset
+    view: HeatmapValue, unit: str, ends: tuple[float, float], trace: xr.Dataset
 ) -> dict[str, Any]:
     bar: dict[str, Any] = {
         "title": {"text": unit, "side": "right", "font": {"size": 12}},
@@ -207,12 +231,14 @@ def _colors(
         bar |= {"tickvals": list(range(n)), "ticktext": [action.name for action in ACTIONS]}
         scale = [[edge, ACTION_COLORS[place // 2]] for place, edge in enumerate(edges)]
         return {"colorscale": scale, "zmin": -0.5, "zmax": n - 0.5, "colorbar": bar}
-    top = view.top(trace)
     if unit == "slots" and trace.sizes["slot"] <= 10:
         bar["dtick"] = 1
-    if top is None and not (shown > 0).any():
-        top = 1.0
-    return {"colorscale": theme.SEQUENTIAL, "zmin": 0, "zmax": top, "colorbar": bar}
+    return {
+        "colorscale": theme.SEQUENTIAL,
+        "zmin": ends[0],
+        "zmax": ends[1],
+        "colorbar": bar,
+    }
 
 
 def _text(

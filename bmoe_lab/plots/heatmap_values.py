@@ -51,8 +51,8 @@ class HeatmapValue:
         Makes values (token, layer) float64, NaN where unknown, from arrays of those variables.
     reduced : {"means over", "first of", "strongest of"}
         What a cell that stands for several tokens shows.
-    top : callable
-        Gives the upper end of the colours, or None to take the largest value drawn.
+    ends : callable
+        Gives the two ends of the colours; None for an end that follows what is drawn.
     note : callable
         Gives what a reader must know, for this trace; may be empty.
     """
@@ -62,7 +62,7 @@ class HeatmapValue:
     cells: Callable[[Part], Cells]
     reads: Callable[[xr.Dataset], tuple[str, ...]]
     reduced: Literal["means over", "first of", "strongest of"] = "means over"
-    top: Callable[[xr.Dataset], float | None] = lambda trace: None
+    ends: Callable[[xr.Dataset], tuple[float | None, float | None]] = lambda trace: (0.0, None)
     note: Callable[[xr.Dataset], str] = lambda trace: ""
 
 
@@ -292,28 +292,28 @@ def _entropy_reads(trace: xr.Dataset) -> tuple[str, ...]:
     return ("router_score",) if _scored(trace) else ("weight_chosen", "action")
 
 
-def _entropy_top(trace: xr.Dataset) -> float | None:
-    n = trace.sizes["expert"] if _scored(trace) else trace.sizes["slot"]
-    return float(np.log(n)) if n > 1 else None
-
-
 def _entropy_note(trace: xr.Dataset) -> str:
     if _scored(trace):
-        return "over all experts, from the router's scores"
-    return "over the chosen experts, from their weights"
+        return "over all experts (scores)"
+    return "over the chosen experts (weights)"
 
 
-def _slots(trace: xr.Dataset) -> float:
-    return float(trace.sizes["slot"])
+def _slots(trace: xr.Dataset) -> tuple[float | None, float | None]:
+    return 0.0, float(trace.sizes["slot"])
 
 
-def _percent(trace: xr.Dataset) -> float:
-    return 100.0
+def _percent(trace: xr.Dataset) -> tuple[float | None, float | None]:
+    return 0.0, 100.0
 
 
-def _last_expert(trace: xr.Dataset) -> float | None:
+def _usual(trace: xr.Dataset) -> tuple[float | None, float | None]:
+    """Most cells lie in a narrow band, and a few odd ones would leave it a single colour."""
+    return None, None
+
+
+def _ids(trace: xr.Dataset) -> tuple[float | None, float | None]:
     n = trace.attrs.get("n_expert")
-    return None if n is None or n < 2 else float(n) - 1
+    return 0.0, None if n is None or n < 2 else float(n) - 1
 
 
 def _fixed(*names: str) -> Callable[[xr.Dataset], tuple[str, ...]]:
@@ -323,20 +323,20 @@ def _fixed(*names: str) -> Callable[[xr.Dataset], tuple[str, ...]]:
 _REDUCE = {"means over": block_means, "first of": block_firsts, "strongest of": block_largest}
 
 VALUES: dict[str, HeatmapValue] = {
-    "misses": HeatmapValue("experts missed", "slots", _misses, _fixed("residency"), top=_slots),
+    "misses": HeatmapValue("experts missed", "slots", _misses, _fixed("residency"), ends=_slots),
     "hits": HeatmapValue(
         "experts found resident",
         "% of slots",
         _hits,
         _fixed("residency"),
-        top=_percent,
+        ends=_percent,
     ),
     "speculative": HeatmapValue(
         "experts that a prefetch had guessed",
         "slots",
         _speculative,
         _fixed("residency"),
-        top=_slots,
+        ends=_slots,
     ),
     "expert": HeatmapValue(
         "router's first choice",
@@ -344,30 +344,30 @@ VALUES: dict[str, HeatmapValue] = {
         _expert,
         _fixed("expert_chosen"),
         reduced="first of",
-        top=_last_expert,
+        ends=_ids,
     ),
     "weight": HeatmapValue(
         "share of the largest weight",
         "%",
         _weight,
         _fixed("weight_chosen", "action"),
-        top=_percent,
+        ends=_usual,
     ),
     "entropy": HeatmapValue(
         "entropy of the router",
         "nat",
         _entropy,
         _entropy_reads,
-        top=_entropy_top,
+        ends=_usual,
         note=_entropy_note,
     ),
     "read": HeatmapValue("bytes read", "bytes", _read, _fixed("read_bytes", "action")),
     "changed": HeatmapValue(
-        "slots changed by the policy", "slots", _changed, _fixed("action"), top=_slots
+        "slots changed by the policy", "slots", _changed, _fixed("action"), ends=_slots
     ),
     "action": HeatmapValue(
         "what the policy did",
-        "strongest action",
+        "",
         _action,
         _fixed("action"),
         reduced="strongest of",

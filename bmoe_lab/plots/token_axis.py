@@ -45,8 +45,9 @@ def show_pieces(figure: go.Figure, trace: xr.Dataset, tokens: Window) -> None:
     figure.update_xaxes(
         tickvals=list(range(*tokens)),
         ticktext=[theme.escape(label) for label in labels],
+        showgrid=False,
         tickangle=-60 if n_token <= 30 else -90,
-        tickfont={"size": 12 if n_token <= 30 else 10},
+        tickfont={"size": 12 if n_token <= 30 else 10 if n_token <= 45 else 9},
     )
 
 

@@ -23,7 +23,7 @@ Values = npt.NDArray[np.float64]
 
 _MAX_ROWS = 60
 _ROW_PIXELS = 22
-_TOP, _BOTTOM = 84, 76
+_TOP, _BOTTOM = 84, 66
 
 # Colours end here where a few tokens would leave all others dark.
 _QUANTILE = 0.98
@@ -118,11 +118,10 @@ def plot_token_text(
         title=f"{view.label[0].upper()}{view.label[1:]}" + (f" ({unit})" if unit else ""),
         subtitle=" · ".join(note for note in notes if note),
         x_title="",
-        y_title="first token of the row",
+        y_title="token",
         height=_TOP + _BOTTOM + _ROW_PIXELS * max(2, n_row),
         legend=False,
     )
-    scale = _scale(view)
     rank = np.where(np.isnan(values), -1, (np.nan_to_num(values) - low) / (high - low) * 255)
     rank = np.clip(np.rint(rank), -1, 255).astype(np.int64)
     background, ink = _palette(view.scale)
@@ -155,7 +154,8 @@ def plot_token_text(
             showlegend=False,
         )
     )
-    figure.add_trace(_key(view, unit, scale, low, high))
+    if not np.isnan(values).all():
+        figure.add_trace(_key(view, _scale(view), low, high))
     begins = np.flatnonzero(np.diff(row, prepend=-1))
     figure.update_layout(barmode="overlay", margin={"l": 56, "r": 10, "t": _TOP, "b": _BOTTOM})
     figure.update_xaxes(range=[0, width], visible=False, fixedrange=True)
@@ -282,7 +282,7 @@ def _hover(pieces: list[str], values: Values, view: TokenValue, unit: str) -> li
     return texts
 
 
-def _key(view: TokenValue, unit: str, scale: Any, low: float, high: float) -> go.Scatter:
+def _key(view: TokenValue, scale: Any, low: float, high: float) -> go.Scatter:
     """Return an invisible point that brings the colour bar along."""
     bar: dict[str, Any] = {
         "orientation": "h",
@@ -297,7 +297,6 @@ def _key(view: TokenValue, unit: str, scale: Any, low: float, high: float) -> go
         "outlinewidth": 0,
         "ypad": 8,
         "tickfont": {"size": 11},
-        "title": {"text": unit, "side": "top", "font": {"size": 11}},
     }
     if view.scale == "agreement":
         bar |= {"tickvals": [0.25, 0.75], "ticktext": ["another token", "the same token"]}
