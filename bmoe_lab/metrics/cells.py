@@ -41,7 +41,7 @@ def cell_slots(trace: xr.Dataset, *, token: int, layer: int) -> xr.Dataset:
     Raises
     ------
     SchemaError
-        If the layer routed nothing for that token.
+        If the trace is empty, or the layer routed nothing for that token.
     SettingsError
         If the trace has no such token or layer.
 
@@ -109,7 +109,7 @@ def cell_history(
     Raises
     ------
     SchemaError
-        If the layer routed nothing for that token.
+        If the trace is empty, or the layer routed nothing for that token.
     SettingsError
         If the trace has no such token or layer.
     UnknownNameError
@@ -177,11 +177,13 @@ def cell_history(
 def _place(trace: xr.Dataset, dim: str, given: Any) -> int:
     """Return a place along a dimension, counted from 0; negative ones count from the end."""
     size = int(trace.sizes.get(dim, 0))
+    if size == 0:
+        raise SchemaError(f"trace must hold {dim}s; got none. Choose another trace.")
     whole = isinstance(given, numbers.Integral) and not isinstance(given, bool)
     if not whole or not -size <= given < size:
-        has = f"has {size} {dim}{'' if size == 1 else 's'}, from 0" if size else f"holds no {dim}s"
         raise SettingsError(
-            f"{dim} must be a whole number that the trace has; got {given!r}. The trace {has}."
+            f"{dim} must be a whole number from 0 to {size - 1}, or from the end from -1 to "
+            f"{-size}; got {given!r}. The trace has {size} {dim}{'' if size == 1 else 's'}."
         )
     return int(given) % size
 

@@ -60,7 +60,7 @@ def plot_budget_curve(
     Raises
     ------
     SchemaError
-        If `sweep` is not a sweep, or the phase is not in it.
+        If `sweep` is not a sweep, or nothing was looked up in that phase, or it was not swept.
     SettingsError
         If there are several traces and none is chosen.
     UnknownNameError
@@ -87,6 +87,11 @@ def plot_budget_curve(
     acting = _chosen(sweep, "routing", routing, default=str(sweep["routing"].values[0]))
     shown = sweep.sel(trace=chosen, routing=acting)
     rates = shown[variable].dropna("budget", how="all")
+    if not rates["budget"].size:
+        raise SchemaError(
+            f"sweep must hold a lookup in phase {phase!r} of {chosen!r}; got none. "
+            "Choose another phase or trace."
+        )
     unit, unit_name = theme.byte_unit(float(rates["budget"].max()))
     size = rates["budget"].values / unit
     cycle = float(shown["token_cycle_bytes"]) / unit

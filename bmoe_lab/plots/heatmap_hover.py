@@ -66,7 +66,7 @@ def slot_text(trace: xr.Dataset, tokens: Window, layers: Window) -> Texts:
     codes, first, place = np.unique(code, return_index=True, return_inverse=True)
     flat = [array.ravel()[first] for array in (chosen, applied, mark, hundredths, missed)]
     looks = [
-        _slot(*look) if code >= 0 else ""
+        f", {_slot(*look)}" if code >= 0 else ""
         for code, *look in zip(codes.tolist(), *(array.tolist() for array in flat), strict=True)
     ]
     n_token, n_layer, n_slot = chosen.shape
@@ -78,7 +78,7 @@ def slot_text(trace: xr.Dataset, tokens: Window, layers: Window) -> Texts:
     text = np.empty((n_layer, n_token), object)
     for layer, row in enumerate(slots):
         text[layer] = [
-            f"{piece}experts {', '.join([looks[slot] for slot in cell if looks[slot]])}"
+            f"{piece}experts{''.join([looks[slot] for slot in cell])[1:]}"
             for piece, cell in zip(pieces, row, strict=True)
         ]
     return text

@@ -163,8 +163,8 @@ def heatmap_cells(
     for name in names:
         if name not in trace:
             raise SchemaError(
-                f"trace must hold the variable {name!r} to show {value!r}; got "
-                f"{sorted(map(str, trace.data_vars))}. Choose another value."
+                f"trace must hold the variable {name!r} to show {value!r}; got none. "
+                f"This one can show {sorted(heatmap_values(trace))}."
             )
     reduce = _REDUCE[view.reduced]
     shown = []

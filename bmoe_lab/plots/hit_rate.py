@@ -31,6 +31,7 @@ def plot_hit_rate(data: xr.Dataset | xr.DataTree, *, phase: PhaseName = "decode"
     Returns
     -------
     plotly.graph_objects.Figure
+        Where no expert was looked up, it says so.
 
     Raises
     ------
@@ -74,6 +75,16 @@ def plot_hit_rate(data: xr.Dataset | xr.DataTree, *, phase: PhaseName = "decode"
                     "%{y:.1f} % of lookups<extra></extra>"
                 ),
             )
+        )
+    if np.isnan(overall).all():
+        where = "" if phase == "all" else f" in {phase}"
+        figure.add_annotation(
+            text=f"no expert was looked up{where}",
+            xref="paper",
+            yref="paper",
+            x=0.5,
+            y=0.5,
+            showarrow=False,
         )
     figure.update_yaxes(range=[-2, 102])
     if shown[0].trace.sizes["layer"] <= 24:

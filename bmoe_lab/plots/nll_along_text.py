@@ -61,6 +61,8 @@ def plot_nll_along_text(tree: xr.DataTree, *, window: int = 16) -> go.Figure:
     )
     pieces = base["piece"].values[scored] if "piece" in base.coords and step == 1 else None
     for run in shown[1:]:
+        if not scored.size:
+            break
         difference = run.trace["nll"].values[scored] - base_nll[scored]
         x, y, text = _with_gaps(_smooth(difference, turn, window), turn, step, pieces)
         figure.add_trace(
@@ -80,9 +82,14 @@ def plot_nll_along_text(tree: xr.DataTree, *, window: int = 16) -> go.Figure:
             )
         )
     figure.add_hline(y=0, line={"color": theme.TEXT, "width": 1, "dash": "dash"})
-    if len(shown) == 1:
+    if len(shown) == 1 or not scored.size:
         figure.add_annotation(
-            text="no policy was compared", xref="paper", yref="paper", x=0.5, y=0.5, showarrow=False
+            text="no token was scored" if len(shown) > 1 else "no policy was compared",
+            xref="paper",
+            yref="paper",
+            x=0.5,
+            y=0.5,
+            showarrow=False,
         )
     return figure
 

@@ -78,6 +78,15 @@ def plot_quality_vs_bytes(tree: xr.DataTree) -> go.Figure:
                 ),
             )
         )
+    if not any(np.isfinite(point.x[0] + point.y[0]) for point in figure.data):
+        figure.add_annotation(
+            text="no token was scored" if not table["n_scored"].values.any() else "bytes unknown",
+            xref="paper",
+            yref="paper",
+            x=0.5,
+            y=0.5,
+            showarrow=False,
+        )
     figure.update_xaxes(rangemode="tozero")
     return figure
 

@@ -136,8 +136,8 @@ def values_of(trace: xr.Dataset, value: str, tokens: Window) -> Values:
     variable = _variable(trace, view)
     if variable is None:
         raise SchemaError(
-            f"trace must hold the variable {view.source!r} to show {value!r}; got "
-            f"{sorted(map(str, trace.data_vars))}. It can show {sorted(token_values(trace))}."
+            f"trace must hold the variable {view.source!r} to show {value!r}; got none. "
+            f"This one can show {sorted(token_values(trace))}."
         )
     return np.asarray(variable.isel(token=slice(*tokens)).values, np.float64)
 

@@ -41,9 +41,7 @@ def window_of(trace: xr.Dataset, dim: str, given: Window | None) -> Window:
     """
     size = int(trace.sizes.get(dim, 0))
     if size == 0:
-        raise SchemaError(
-            f"trace must hold {dim}s; got sizes {dict(trace.sizes)}. Choose another trace."
-        )
+        raise SchemaError(f"trace must hold {dim}s; got none. Choose another trace.")
     if given is None:
         return 0, size
     name = f"{dim}s"
@@ -59,7 +57,7 @@ def window_of(trace: xr.Dataset, dim: str, given: Window | None) -> Window:
     first, stop = max(0, int(given[0])), min(size, int(given[1]))
     if first >= stop:
         raise SettingsError(
-            f"{name} must be (first, stop) with a {dim} of the trace between them; got {given!r} "
-            f"of {size} {name}. Use (0, {size})."
+            f"{name} must be (first, stop) with a {dim} of the trace between them; got {given!r}. "
+            f"The trace has {size} {dim if size == 1 else name}: use (0, {size})."
         )
     return first, stop

@@ -158,7 +158,7 @@ def test_plot_heatmap_impossible_requests_are_refused():
         plots.plot_heatmap(trace, value="bytes")
     with pytest.raises(SchemaError, match="'weight_chosen' to show 'weight'"):
         plots.plot_heatmap(trace.drop_vars("weight_chosen"), value="weight")
-    with pytest.raises(SchemaError, match="must hold tokens; got sizes"):
+    with pytest.raises(SchemaError, match="must hold tokens; got none"):
         plots.plot_heatmap(trace.isel(token=slice(0, 0)))
     with pytest.raises(SettingsError, match="max_tokens must be at least 1"):
         plots.plot_heatmap(trace, max_tokens=0)
