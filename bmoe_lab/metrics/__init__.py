@@ -74,6 +74,9 @@ from bmoe_lab.metrics.predictors import (
 from bmoe_lab.metrics.reuse import (
     reuse_distance,
 )
+from bmoe_lab.metrics.roofline import (
+    roofline,
+)
 from bmoe_lab.metrics.router import (
     router_entropy,
     router_saturation,
@@ -141,6 +144,7 @@ __all__ = [
     "rereads_per_token",
     "resident_bytes",
     "reuse_distance",
+    "roofline",
     "router_entropy",
     "router_margin",
     "router_saturation",
