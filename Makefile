@@ -22,8 +22,10 @@ lab: $(STAMP)
 	$(BIN)/jupytext --to ipynb --update notebooks/*.py
 	$(BIN)/jupyter lab notebooks/01_explore_routing.ipynb
 
+# The browser first and by itself: what it measures must not wait for another test's cores.
 test: $(DEV_STAMP) check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest tests/browser
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore=tests/browser
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

@@ -86,6 +86,9 @@ class FigureView(anywidget.AnyWidget):
     selected = traitlets.Dict().tag(sync=True)
     library = traitlets.Instance(Widget).tag(sync=True, **widget_serialization)
 
+    # plotly keeps what a person zoomed to for as long as this stays the same.
+    _revision = 0
+
     def __init__(self, figure: go.Figure | None = None) -> None:
         super().__init__(library=_plotly_library())
         if figure is not None:
@@ -104,7 +107,9 @@ class FigureView(anywidget.AnyWidget):
         drawn = figure.to_dict()
         version = self.version + 1
         layout = drawn["layout"]
-        layout["uirevision"] = "kept" if keep_view else version
+        if not keep_view:
+            self._revision += 1
+        layout["uirevision"] = self._revision
         # The template repeats plotly's defaults, 6 kB of them.
         layout.pop("template", None)
         with self.hold_sync():
