@@ -17,8 +17,8 @@ __all__ = ["action_text", "slot_text"]
 
 Texts = npt.NDArray[np.object_]
 
-# Weights as hundredths fit between these; larger ones are shown as the largest.
-_WEIGHTS = 2**20
+# Weights as hundredths are below this, so that a slot's look fits one number.
+_WEIGHTS = 2**24
 
 
 def slot_text(trace: xr.Dataset, tokens: Window, layers: Window) -> Texts:
@@ -86,6 +86,8 @@ def slot_text(trace: xr.Dataset, tokens: Window, layers: Window) -> Texts:
 
 def _slot(expert: int, applied: int, mark: int, hundredths: int, missed: bool) -> str:
     weight = "" if hundredths == _WEIGHTS else f" ({hundredths / 100:.2f})"
+    if abs(hundredths) == _WEIGHTS - 1:
+        weight = " (beyond 100,000)"
     done = ("", " dropped", f" → {applied}")[mark]
     return f"{expert}{weight}{' missed' if missed and mark != 1 else ''}{done}"
 
