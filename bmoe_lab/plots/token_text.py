@@ -25,6 +25,9 @@ _MAX_ROWS = 60
 _ROW_PIXELS = 22
 _TOP, _BOTTOM = 84, 66
 
+# An even number, so that zero has a colour of its own where values have signs.
+_TOP_RANK = 254
+
 # Colours end here where a few tokens would leave all others dark.
 _QUANTILE = 0.98
 _SIGNED = (theme.BLUE, "#F2F2F2", theme.VERMILLION)
@@ -122,8 +125,8 @@ def plot_token_text(
         height=_TOP + _BOTTOM + _ROW_PIXELS * max(2, n_row),
         legend=False,
     )
-    rank = np.where(np.isnan(values), -1, (np.nan_to_num(values) - low) / (high - low) * 255)
-    rank = np.clip(np.rint(rank), -1, 255).astype(np.int64)
+    rank = np.where(np.isnan(values), -1, (np.nan_to_num(values) - low) / (high - low) * _TOP_RANK)
+    rank = np.clip(np.rint(rank), -1, _TOP_RANK).astype(np.int64)
     background, ink = _palette(view.scale)
     figure.add_trace(
         go.Bar(
@@ -242,12 +245,12 @@ def _scale(view: TokenValue) -> Any:
 
 @functools.cache
 def _palette(scale: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return 256 backgrounds with the ink that reads on each; the last is for the unknown."""
+    """Return backgrounds by rank with the ink that reads on each; the last is for the unknown."""
     from plotly.colors import get_colorscale, hex_to_rgb
 
     if scale == "agreement":
         stops = [hex_to_rgb(color) for color in _AGREEMENT]
-        colors = np.array([stops[0]] * 128 + [stops[1]] * 128, float)
+        colors = np.array([stops[rank * 2 > _TOP_RANK] for rank in range(_TOP_RANK + 1)], float)
     else:
         if scale == "signed":
             names = [hex_to_rgb(color) for color in _SIGNED]
@@ -256,7 +259,7 @@ def _palette(scale: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
             pairs = get_colorscale(theme.SEQUENTIAL)
             places = [place for place, _ in pairs]
             names = [hex_to_rgb(color) for _, color in pairs]
-        at = np.linspace(0, 1, 256)
+        at = np.linspace(0, 1, _TOP_RANK + 1)
         channels = np.array(names, float)
         colors = np.stack([np.interp(at, places, channels[:, i]) for i in range(3)], axis=1)
     share = np.rint(colors) / 255
