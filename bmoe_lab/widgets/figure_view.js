@@ -128,10 +128,11 @@ function render({ model, el }) {
     drawing = (async () => {
       do {
         stale = false;
-        const { data, layout, config } = unpacked(model.get("figure"));
         const version = model.get("version");
-        if (!data) break;
+        el.dataset.shown = version;
         try {
+          const { data, layout, config } = unpacked(model.get("figure"));
+          if (!data) break;
           const Plotly = await plotlyOf(model);
           if (closed) return;
           await Plotly.react(place, data, { ...layout, autosize: layout.width === undefined }, config);
