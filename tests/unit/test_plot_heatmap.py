@@ -84,9 +84,11 @@ def test_heatmap_reads_only_what_the_value_needs(value):
 @pytest.mark.parametrize("value", VALUES)
 def test_heatmap_cells_do_not_depend_on_the_block_in_memory(value, monkeypatch):
     trace = varied()
-    whole = cells(trace, value, step=3)
+    rows = trace["phase"].values == 1
+    whole, decode = cells(trace, value, step=3), cells(trace, value, step=3, rows=rows)
     monkeypatch.setattr(values_module, "_BLOCK_BYTES", 1)
     np.testing.assert_array_equal(cells(trace, value, step=3), whole)
+    np.testing.assert_array_equal(cells(trace, value, step=3, rows=rows), decode)
 
 
 def test_heatmap_of_a_trace_on_disk_is_the_same_and_leaves_it_there(tmp_path):
@@ -323,5 +325,13 @@ def test_heatmap_hover_tells_what_became_of_each_slot():
     trace["residency"].values[3, 0] = [Residency.miss, Residency.miss, Residency.hit]
     text = plots.plot_heatmap(trace).data[0].text
     assert text[0, 3].endswith("experts 5 (0.50) missed, 6 dropped, 7 (beyond 100,000) → 9")
+    trace["expert_chosen"].values[2, 0] = [5, 6, 7]
+    trace["expert_applied"].values[2, 0] = [5, 6, 8]
+    trace["weight_chosen"].values[2, 0, 2] = -1e9
+    trace["action"].values[2, 0, 2] = Action.substituted
+    trace["residency"].values[2, 0, 2] = Residency.hit
+    text = plots.plot_heatmap(trace).data[0].text
+    assert text[0, 3].endswith("→ 9")
+    assert text[0, 2].endswith("→ 8")
     trace["expert_chosen"].values[3, 0, 1:] = -1
     assert plots.plot_heatmap(trace).data[0].text[0, 3].endswith("experts 5 (0.50) missed")
