@@ -143,7 +143,8 @@ def plot_heatmap(
             y0=layers[0] + (layer_step - 1) / 2,
             dy=layer_step,
             hoverongaps=False,
-            text=text,
+            # A list: plotly leaves an array of texts as it is, which no page can take.
+            text=None if text is None else text.tolist(),
             hovertemplate=_template(view, unit, step, text is not None),
             **_colors(view, unit, (low, high), trace),
         )

@@ -131,7 +131,7 @@ def plot_token_text(
     figure.add_trace(
         go.Bar(
             orientation="h",
-            base=base,
+            base=base.tolist(),
             x=cells,
             y=row,
             width=0.84,

@@ -30,7 +30,7 @@ def scored_run():
 
 def test_token_text_sets_tokens_one_after_the_other_and_wraps():
     drawn = bars(written(["hello", " world", ",", " again", "!"]), width=13)
-    assert drawn.base.tolist() == [0, 5, 11, 0, 6]
+    assert list(drawn.base) == [0, 5, 11, 0, 6]
     assert drawn.x.tolist() == [5, 6, 1, 6, 1]
     assert drawn.y.tolist() == [0, 0, 0, 1, 1]
     assert drawn.text == ("hello", " world", ",", " again", "!")
