@@ -75,6 +75,12 @@ function ranges(change) {
   return found;
 }
 
+// What goes back to the kernel is JSON: typed arrays would arrive there as objects.
+function plain(value) {
+  if (value === undefined) return null;
+  return ArrayBuffer.isView(value) ? Array.from(value) : value;
+}
+
 function render({ model, el }) {
   el.classList.add("bmoe-figure");
   const place = document.createElement("div");
@@ -104,6 +110,7 @@ function render({ model, el }) {
         index: Array.isArray(index) ? index : [index],
         x: point.x,
         y: point.y,
+        data: plain(point.customdata),
       });
     });
     place.on("plotly_relayout", (change) => {

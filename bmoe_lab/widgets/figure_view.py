@@ -58,7 +58,8 @@ class FigureView(anywidget.AnyWidget):
     ----------
     clicked : dict
         ``curve`` (index of the trace), ``index`` (list of int: the point; row and column in a heat
-        map), ``x``, ``y``, ``event`` (a number that tells two equal clicks apart). Empty at first.
+        map), ``x``, ``y``, ``data`` (the point's customdata, None without), ``event`` (a number
+        that tells two equal clicks apart). Empty at first.
     view : dict
         Per axis (``"xaxis"``, ``"yaxis2"``, ...) the range that a person zoomed to, None after a
         reset; ``event``. Empty at first.
