@@ -108,6 +108,8 @@ def plot_cell_scores(
                 width=0.85,
                 text=group.ranks,
                 textposition="outside",
+                textangle=0,
+                constraintext="none",
                 textfont={"color": theme.TEXT, "size": 11},
                 cliponaxis=False,
                 hovertext=group.texts,
@@ -203,10 +205,11 @@ def _ticks(figure: go.Figure, trace: xr.Dataset, order: str, ranked: list[int]) 
         if n_expert <= 32:
             axis["dtick"] = 1 if n_expert <= 16 else 2
     else:
-        every = max(1, len(ranked) // 20)
+        every = -(-len(ranked) // 16)
         axis = {
             "range": [-0.6, len(ranked) - 0.4],
             "tickvals": list(range(0, len(ranked), every)),
             "ticktext": [str(expert) for expert in ranked[::every]],
+            "tickangle": 0,
         }
     figure.update_xaxes(**axis, showgrid=False, zeroline=False)

@@ -24,7 +24,7 @@ __all__ = ["plot_expert_use"]
 Bools = npt.NDArray[np.bool_]
 
 # Uses drawn one by one; more are counted along the text.
-_MAX_USES = 2000
+_MAX_USES = 1000
 
 # Name, colour, symbol, in the order of the legend.
 _STYLES = (
@@ -65,7 +65,7 @@ def plot_expert_use(
     -------
     plotly.graph_objects.Figure
         One marker per use, as high as its weight (its slot, if weights are unknown), by what became
-        of it: resident, missed, dropped, replaced. More than 2,000 uses are drawn as shares of
+        of it: resident, missed, dropped, replaced. More than 1,000 uses are drawn as shares of
         tokens. Customdata of a marker is the token's number.
 
     Raises
@@ -101,7 +101,7 @@ def plot_expert_use(
     single = use.token.size <= _MAX_USES
     figure = theme.figure(
         title=f"Use of expert {expert} in layer {layer}" + ("" if phase == "all" else f", {phase}"),
-        subtitle=" · ".join(part for part in (use.words(), theme.run_note(trace.attrs)) if part),
+        subtitle=" · ".join(part for part in (theme.run_note(trace.attrs), use.words()) if part),
         x_title="token (in the order decoded)",
         y_title=use.y_title if single else "tokens that use it (%)",
         height=420,
@@ -181,12 +181,12 @@ class _Use:
         share = 100 * self.n_chosen / self.n_routed
         parts = [f"chosen for {self.n_chosen:,} of {self.n_routed:,} tokens ({share:.3g} %)"]
         if self.n_chosen:
-            parts.append(f"first choice {self.n_first:,} times")
+            parts.append(f"{self.n_first:,} as first choice")
         if self.missed is not None and self.n_chosen:
-            parts.append(f"not resident {int(self.missed[self.wanted].sum()):,} times")
+            parts.append(f"{int(self.missed[self.wanted].sum()):,} not resident")
         brought = int((~self.wanted).sum())
         if brought:
-            parts.append(f"run as a substitute {brought:,} times")
+            parts.append(f"{brought:,} as a substitute")
         return ", ".join(parts)
 
 

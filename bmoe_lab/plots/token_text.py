@@ -224,7 +224,13 @@ def _bounds(view: TokenValue, values: Values) -> tuple[float, float, str]:
         return 0.0, 1.0, ""
     if view.unit == "share":
         return 0.0, 1.0, ""
-    size = np.abs(values[~np.isnan(values)])
+    known = values[~np.isnan(values)]
+    if view.scale == "band" and known.size:
+        low, high = (float(end) for end in np.quantile(known, (1 - _QUANTILE, _QUANTILE)))
+        if high > low:
+            return low, high, f"colours: {100 * (2 * _QUANTILE - 1):.0f} % of the tokens"
+        return low - 0.5, low + 0.5, ""
+    size = np.abs(known)
     top = float(size.max(initial=0.0))
     usual = float(np.quantile(size, _QUANTILE)) if size.size else 0.0
     note = ""

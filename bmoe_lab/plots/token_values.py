@@ -33,21 +33,23 @@ class TokenValue:
         Name of a value of a cell, or of a variable over tokens.
     over : {"sum", "mean", "token", "negative"}
         How it comes from the source: over the layers of the token, or as it stands.
-    scale : {"sequential", "signed", "agreement"}
-        Colours: from zero upwards, around zero, or one of two.
+    scale : {"sequential", "band", "signed", "agreement"}
+        Colours: from zero upwards, over what most tokens hold, around zero, or one of two.
     """
 
     label: str
     unit: str
     source: str
     over: Literal["sum", "mean", "token", "negative"]
-    scale: Literal["sequential", "signed", "agreement"] = "sequential"
+    scale: Literal["sequential", "band", "signed", "agreement"] = "sequential"
 
 
 VALUES: dict[str, TokenValue] = {
     "misses": TokenValue("experts missed, all layers", "slots", "misses", "sum"),
     "read": TokenValue("bytes read, all layers", "bytes", "read", "sum"),
-    "entropy": TokenValue("entropy of the router, mean over layers", "nat", "entropy", "mean"),
+    "entropy": TokenValue(
+        "entropy of the router, mean over layers", "nat", "entropy", "mean", "band"
+    ),
     "changed": TokenValue("slots changed by the policy, all layers", "slots", "changed", "sum"),
     "nll": TokenValue("surprise: negative log-probability", "nat", "nll", "token"),
     "kl": TokenValue("KL divergence from lossless", "nat", "kl", "token"),

@@ -33,8 +33,8 @@ def test_expert_use_draws_each_use_by_its_residency():
     np.testing.assert_allclose([heights[t] for t in token], weight)
     share = f"chosen for {token.size} of 60 tokens ({100 * token.size / 60:.3g} %)"
     assert share in subtitle(figure)
-    assert f"first choice {(slot == 0).sum()} times" in subtitle(figure)
-    assert f"not resident {missed.sum()} times" in subtitle(figure)
+    assert f"{(slot == 0).sum()} as first choice" in subtitle(figure)
+    assert f"{missed.sum()} not resident" in subtitle(figure)
     assert figure.layout.yaxis.title.text == "router's weight"
 
 
@@ -57,7 +57,7 @@ def test_expert_use_tells_what_a_policy_did():
         "run as a substitute": [2],
         "replaced by another": [3],
     }
-    assert "run as a substitute 1 times" in subtitle(figure)
+    assert "1 as a substitute" in subtitle(figure)
 
 
 def test_expert_use_window_and_phase_keep_the_numbers_of_the_whole():

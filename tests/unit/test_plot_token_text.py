@@ -196,3 +196,13 @@ def test_token_text_impossible_requests_are_refused():
     with pytest.raises(SettingsError, match="max_tokens must be at least 1"):
         plots.plot_token_text(trace, max_tokens=0)
     assert set(VALUES) > set(token_values(trace))
+
+
+def test_token_text_entropy_has_colors_over_what_most_tokens_hold():
+    figure = plots.plot_token_text(make_trace(n_token=200), value="entropy")
+    values = values_of(make_trace(n_token=200), "entropy", (0, 200))
+    key = figure.data[1].marker
+    assert (key.cmin, key.cmax) == pytest.approx(np.quantile(values, (0.02, 0.98)))
+    assert "colours: 96 % of the tokens" in figure.layout.title.subtitle.text
+    same = plots.plot_token_text(make_trace(n_token=200), value="entropy", tokens=(7, 8))
+    assert same.data[1].marker.cmin < values[7] < same.data[1].marker.cmax
