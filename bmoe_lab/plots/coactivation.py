@@ -137,6 +137,8 @@ def plot_coactivation(
     figure.update_xaxes(showgrid=False, zeroline=False)
     # The first expert at the top left, as one reads a matrix.
     figure.update_yaxes(showgrid=False, zeroline=False, autorange="reversed")
+    if place.size <= 12:
+        figure.update_layout(xaxis_dtick=1, yaxis_dtick=1)
     return figure
 
 

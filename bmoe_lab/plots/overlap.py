@@ -156,7 +156,7 @@ def _line(
                 "color": color,
                 "symbol": symbol,
                 "size": 3 + 2 * width,
-                "line": {"width": width},
+                "line": {"width": width, "color": color},
             },
             hovertemplate=f"{name.split(':')[0]}<br>layer %{{x}}: %{{y:.1f}} %<extra></extra>",
         )

@@ -165,8 +165,11 @@ def _over_length(view: _View, notes: list[str]) -> go.Figure:
     _band(figure, windows, low / factor, high / factor)
     words = [_words(e, b) for e, b in zip(experts.tolist(), bytes_, strict=True)]
     _curve(figure, windows, mean / factor, "this run", theme.BLUE, words)
-    _curve(figure, windows, chance / factor, "chance: experts alike", theme.PURPLE, dash="dash")
-    _levels(figure, view, factor, unit_name, (windows[0], windows[-1]))
+    # A line of one point would be no line.
+    single = len(windows) == 1
+    name = "chance: experts alike"
+    _curve(figure, windows, chance / factor, name, theme.PURPLE, dash="dash", markers=single)
+    _levels(figure, view, factor, unit_name, (windows[0] / 1.15, windows[-1] * 1.15))
     figure.update_xaxes(
         type="log", tickvals=windows, ticktext=[str(w) for w in windows],
         range=[np.log10(windows[0] / 1.15), np.log10(windows[-1] * 1.15)],
@@ -199,11 +202,12 @@ def _along_text(
     bytes_ = [np.nan] * len(numbers) if size is None else block_means(size, step).tolist()
     words = [_words(e, b) for e, b in zip(numbers, bytes_, strict=True)]
     _curve(figure, at, values / factor, "this run", theme.BLUE, words, markers=at.size < 60)
-    ends = (float(at[0]), float(at[-1]))
+    ends = (float(at[0]) - 0.5, float(at[-1]) + 0.5)
     level = float(view.by_chance([window])[0]) / factor
-    _curve(figure, ends, [level] * 2, "chance: experts alike", theme.PURPLE, dash="dash")
+    name = "chance: experts alike"
+    _curve(figure, ends, [level] * 2, name, theme.PURPLE, dash="dash", markers=False)
     _levels(figure, view, factor, unit_name, ends)
-    figure.update_xaxes(range=[ends[0] - 0.5, ends[1] + 0.5], zeroline=False)
+    figure.update_xaxes(range=list(ends), zeroline=False)
     figure.update_yaxes(rangemode="tozero")
     return figure
 
@@ -257,7 +261,7 @@ def _curve(
             x=x,
             y=y,
             text=words,
-            mode="lines+markers" if markers and dash == "solid" else "lines",
+            mode="lines+markers" if markers else "lines",
             name=name,
             line={"color": color, "width": 2.5, "dash": dash},
             marker={"size": 7},
@@ -278,4 +282,4 @@ def _levels(
         size = view.budget / factor
         levels.append((size, f"cache of this run: {size:.3g} {unit_name}", theme.ORANGE, "dashdot"))
     for level, name, color, dash in levels:
-        _curve(figure, list(ends), [level] * 2, name, color, dash=dash)
+        _curve(figure, list(ends), [level] * 2, name, color, dash=dash, markers=False)

@@ -84,6 +84,13 @@ def test_figure_along_a_long_text_shows_means_and_says_so():
     assert "means over 3 tokens per point" in figure.layout.title.subtitle.text
 
 
+def test_figure_of_one_token_shows_chance_and_all_experts_too():
+    """A line of one point is not drawn."""
+    figure = plot_working_set(EDGE_TRACES["one token"]())
+    assert "markers" in line(figure, "chance").mode
+    assert len(set(line(figure, "all experts").x)) == 2
+
+
 def test_layer_that_did_not_route_every_token_is_left_out_and_said():
     trace = EDGE_TRACES["masked layer"]()
     figure = plot_working_set(trace)
