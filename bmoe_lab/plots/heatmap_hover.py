@@ -78,7 +78,7 @@ def slot_text(trace: xr.Dataset, tokens: Window, layers: Window) -> Texts:
     text = np.empty((n_layer, n_token), object)
     for layer, row in enumerate(slots):
         text[layer] = [
-            f"{piece}experts{''.join([looks[slot] for slot in cell])[1:]}"
+            f"{piece}experts {''.join([looks[slot] for slot in cell])[2:]}"
             for piece, cell in zip(pieces, row, strict=True)
         ]
     return text

@@ -125,8 +125,8 @@ def plot_token_text(
         height=_TOP + _BOTTOM + _ROW_PIXELS * max(2, n_row),
         legend=False,
     )
-    rank = np.where(np.isnan(values), -1, (np.nan_to_num(values) - low) / (high - low) * _TOP_RANK)
-    rank = np.clip(np.rint(rank), -1, _TOP_RANK).astype(np.int64)
+    share = np.clip((np.nan_to_num(values) - low) / (high - low), 0, 1)
+    rank = np.where(np.isnan(values), -1, np.rint(share * _TOP_RANK)).astype(np.int64)
     background, ink = _palette(view.scale)
     figure.add_trace(
         go.Bar(
@@ -228,7 +228,7 @@ def _bounds(view: TokenValue, values: Values) -> tuple[float, float, str]:
     if view.scale == "band" and known.size:
         low, high = (float(end) for end in np.quantile(known, (1 - _QUANTILE, _QUANTILE)))
         if high > low:
-            return low, high, f"colours: {100 * (2 * _QUANTILE - 1):.0f} % of the tokens"
+            return low, high, f"colours: {100 * (2 * _QUANTILE - 1):.0f} % of tokens"
         return low - 0.5, low + 0.5, ""
     size = np.abs(known)
     top = float(size.max(initial=0.0))

@@ -202,7 +202,12 @@ def test_token_text_entropy_has_colors_over_what_most_tokens_hold():
     figure = plots.plot_token_text(make_trace(n_token=200), value="entropy")
     values = values_of(make_trace(n_token=200), "entropy", (0, 200))
     key = figure.data[1].marker
+    # Beyond both ends they have the colour of the end, not that of the unknown.
+    assert "rgba(0,0,0,0)" not in figure.data[0].marker.color
+    lowest, highest = int(values.argmin()), int(values.argmax())
+    assert figure.data[0].marker.color[lowest] == "rgb(68,1,84)"
+    assert figure.data[0].marker.color[highest] == "rgb(253,231,37)"
     assert (key.cmin, key.cmax) == pytest.approx(np.quantile(values, (0.02, 0.98)))
-    assert "colours: 96 % of the tokens" in figure.layout.title.subtitle.text
+    assert "colours: 96 % of tokens" in figure.layout.title.subtitle.text
     same = plots.plot_token_text(make_trace(n_token=200), value="entropy", tokens=(7, 8))
     assert same.data[1].marker.cmin < values[7] < same.data[1].marker.cmax
