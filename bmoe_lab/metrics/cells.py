@@ -36,7 +36,8 @@ def cell_slots(trace: xr.Dataset, *, token: int, layer: int) -> xr.Dataset:
     -------
     xarray.Dataset
         Shape (slot,), the slots that routed: the variables above, ``action`` and ``residency`` as
-        text. What the trace does not know is absent. ``.to_pandas()`` makes a table of it.
+        text; ``residency`` is that of the applied expert, of the chosen one if it was dropped. What
+        the trace does not know is absent. ``.to_pandas()`` makes a table of it.
 
     Raises
     ------

@@ -184,10 +184,13 @@ def _words(slot: xr.Dataset, rank: int) -> str:
     parts = [f"slot {rank}"]
     if "weight_chosen" in slot and not np.isnan(float(slot["weight_chosen"])):
         parts.append(f"weight {float(slot['weight_chosen']):.4g}")
-    if "residency" in slot:
-        parts.append(str(slot["residency"].values).replace("_", " "))
+    residency = str(slot["residency"].values).replace("_", " ") if "residency" in slot else ""
     if str(slot["action"].values) == "substituted":
-        parts.append(f"expert {int(slot['expert_applied'])} ran instead")
+        # The residency of a substituted slot is that of the expert that ran.
+        instead = f"expert {int(slot['expert_applied'])} ran instead"
+        residency = f"{instead} ({residency})" if residency else instead
+    if residency:
+        parts.append(residency)
     return "<br>" + ", ".join(parts)
 
 

@@ -146,7 +146,11 @@ class _Use:
         self.n_chosen = int(self.wanted.sum())
         self.n_first = int((self.slot[self.wanted] == 0).sum())
         residency = values("residency")[at] if "residency" in trace else None
-        self.missed = None if residency is None else residency == Residency.miss
+        # The residency of a substituted slot is that of the expert that ran instead.
+        own = self.wanted & (action[at] != Action.substituted)
+        self.n_missed = (
+            None if residency is None else int((own & (residency == Residency.miss)).sum())
+        )
         self.style = self._styles(action[at], residency)
         self.y_title, self.height = "slot (0: the router's first choice)", self.slot.astype(float)
         self.weight: npt.NDArray[Any] | None = None
@@ -182,8 +186,8 @@ class _Use:
         parts = [f"chosen for {self.n_chosen:,} of {self.n_routed:,} tokens ({share:.3g} %)"]
         if self.n_chosen:
             parts.append(f"{self.n_first:,} as first choice")
-        if self.missed is not None and self.n_chosen:
-            parts.append(f"{int(self.missed[self.wanted].sum()):,} not resident")
+        if self.n_missed is not None and self.n_chosen:
+            parts.append(f"{self.n_missed:,} not resident")
         brought = int((~self.wanted).sum())
         if brought:
             parts.append(f"{brought:,} as a substitute")

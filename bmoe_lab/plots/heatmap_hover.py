@@ -89,7 +89,8 @@ def _slot(expert: int, applied: int, mark: int, hundredths: int, missed: bool) -
     if abs(hundredths) == _WEIGHTS - 1:
         weight = " (beyond 100,000)"
     done = ("", " dropped", f" → {applied}")[mark]
-    return f"{expert}{weight}{' missed' if missed and mark != 1 else ''}{done}"
+    # The residency of a substituted slot is that of the expert that ran instead.
+    return f"{expert}{weight}{done}{' missed' if missed and mark != 1 else ''}"
 
 
 def action_text(shown: npt.NDArray[Any]) -> Texts:

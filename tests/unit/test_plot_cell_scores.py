@@ -63,6 +63,8 @@ def test_cell_scores_mark_what_a_policy_changed(policy, action, name):
     brought = sorted(trace.expert_applied.values[token, layer][changed].tolist())
     if action == Action.substituted:
         assert sorted(groups(figure)["substitute"]) == brought
+        bars = next(bars for bars in figure.data if bars.name == name)
+        assert f"expert {brought[0]} ran instead (hit)" in " ".join(bars.hovertext)
     else:
         assert "substitute" not in groups(figure)
     assert f"lossy: {trace.attrs['policy']}" in figure.layout.title.subtitle.text

@@ -58,6 +58,10 @@ def test_expert_use_tells_what_a_policy_did():
         "replaced by another": [3],
     }
     assert "1 as a substitute" in subtitle(figure)
+    # The residency of a substituted slot is that of the expert that ran instead.
+    trace["residency"].values[3, 0, 0] = Residency.miss
+    trace["residency"].values[1, 0, 0] = Residency.miss
+    assert "1 not resident" in subtitle(plots.plot_expert_use(trace, layer=0, expert=1))
 
 
 def test_expert_use_window_and_phase_keep_the_numbers_of_the_whole():

@@ -329,9 +329,9 @@ def test_heatmap_hover_tells_what_became_of_each_slot():
     trace["expert_applied"].values[2, 0] = [5, 6, 8]
     trace["weight_chosen"].values[2, 0, 2] = -1e9
     trace["action"].values[2, 0, 2] = Action.substituted
-    trace["residency"].values[2, 0, 2] = Residency.hit
+    trace["residency"].values[2, 0, 2] = Residency.miss
     text = plots.plot_heatmap(trace).data[0].text
     assert text[0][3].endswith("→ 9")
-    assert text[0][2].endswith("→ 8")
+    assert text[0][2].endswith("→ 8 missed")
     trace["expert_chosen"].values[3, 0, 1:] = -1
     assert plots.plot_heatmap(trace).data[0].text[0][3].endswith("experts 5 (0.50) missed")
