@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import math
-import threading
 import warnings
-from collections import deque
-from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import numpy as np
-import numpy.typing as npt
 import traitlets
 
-from bmoe_lab.errors import BmoeLabError, PolicyNeverFiredWarning, SessionError
+from bmoe_lab.errors import (
+    BmoeLabError,
+    PolicyNeverFiredWarning,
+    SessionError,
+    SettingsError,
+)
 from bmoe_lab.plots import theme
-from bmoe_lab.plots.live_activity import WINDOW, plot_live_activity
+from bmoe_lab.plots.live_activity import plot_live_activity
 from bmoe_lab.plots.sentence import sentence
 from bmoe_lab.widgets.figure_view import FigureView
 from bmoe_lab.widgets.job import Job, Ticket
-from bmoe_lab.widgets.run_html import numbers_html, text_html
+from bmoe_lab.widgets.policy_box import PolicyBox
+from bmoe_lab.widgets.run_html import note_of, numbers_html, summary_html, text_html
+from bmoe_lab.widgets.watched_run import WatchedRun
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from bmoe_lab.routing import RoutingPolicy
-    from bmoe_lab.run import Run, Summary
+    from bmoe_lab.run import Run
     from bmoe_lab.runtime.step import Step
     from bmoe_lab.session import Session
 
@@ -36,34 +39,6 @@ __all__ = ["LiveRun"]
 _IDLE = "Nothing has run yet. Press run."
 _ROW = ipywidgets.Layout(flex_flow="row wrap", align_items="center")
 _WIDE = {"description_width": "initial"}
-
-
-@dataclass
-class _Watched:
-    """What a run has told so far; filled on the session's thread, read by the one that draws."""
-
-    prompt: str
-    note: str
-    parts: list[str] = field(default_factory=list)
-    step: Step | None = None
-    n_first: int = 0
-    loads: dict[str, deque[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]] = field(
-        default_factory=lambda: {"prefill": deque(maxlen=WINDOW), "decode": deque(maxlen=WINDOW)}
-    )
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, step: Step) -> None:
-        with self.lock:
-            if self.step is None or self.step.phase != step.phase:
-                self.n_first = step.n_token
-            self.step = step
-            self.loads[step.phase].append((step.misses, step.lookups))
-
-    def last(self) -> tuple[Step | None, list[Any], int]:
-        """Return the last step, the loads of its phase, its phase's first width."""
-        with self.lock:
-            step = self.step
-            return step, [] if step is None else list(self.loads[step.phase]), self.n_first
 
 
 class LiveRun(ipywidgets.VBox):
@@ -136,7 +111,7 @@ class LiveRun(ipywidgets.VBox):
     ) -> None:
         self._session = session
         self._job = Job()
-        self._watched = _Watched("", "")
+        self._watched = WatchedRun("", "")
         self._where = self._phase = ""
         self._figure = FigureView(sentence(_IDLE, title="Misses per layer"))
         super().__init__(
@@ -194,6 +169,8 @@ class LiveRun(ipywidgets.VBox):
                 "seed",
             ),
         ]
+        self._policy_box = PolicyBox(self.policy)
+        traitlets.link((self, "policy"), (self._policy_box, "policy"))
         prompt = ipywidgets.Textarea(
             value=self.prompt,
             description="prompt",
@@ -220,7 +197,7 @@ class LiveRun(ipywidgets.VBox):
         self._summary = ipywidgets.HTML()
         return [
             linked(prompt, "prompt"),
-            ipywidgets.HBox(controls, layout=_ROW),
+            ipywidgets.HBox([*controls, self._policy_box], layout=_ROW),
             ipywidgets.HBox([self._run_button, self._stop_button, self._bar], layout=_ROW),
             self._status,
             ipywidgets.HBox(
@@ -258,8 +235,11 @@ class LiveRun(ipywidgets.VBox):
             "seed": self.seed,
             "policy": policy,
         }
+        # Neither the policy before the edit nor none at all is what was meant.
+        wrong = self._policy_box.error
         lossless = policy is None or getattr(policy, "lossless", False)
-        watched = _Watched(self.prompt, "lossless" if lossless else f"lossy: {policy!r}")
+        note = "lossless" if lossless else f"lossy: {policy!r}"
+        watched = WatchedRun(self.prompt, "" if wrong else note)
         self._watched, self._where, self._phase = watched, "first", ""
         self.set_trait("run", None)
         self._summary.value = ""
@@ -269,7 +249,7 @@ class LiveRun(ipywidgets.VBox):
             "ignore", category=PolicyNeverFiredWarning, module=r"bmoe_lab\.widgets\.live_run$"
         )
         self._job.start(
-            lambda ticket: self._work(ticket, watched, asked),
+            lambda ticket: self._work(ticket, watched, asked, wrong),
             publish=lambda values: self._publish(watched, values),
             then=lambda run: self._finish(watched, run),
         )
@@ -288,7 +268,9 @@ class LiveRun(ipywidgets.VBox):
 
     # -- the run, in the job's thread ----------------------------------------------------------
 
-    def _work(self, ticket: Ticket, watched: _Watched, asked: dict[str, Any]) -> Run:
+    def _work(self, ticket: Ticket, watched: WatchedRun, asked: dict[str, Any], wrong: str) -> Run:
+        if wrong:
+            raise SettingsError(wrong)
         session = self._session
         with ticket.turn(session, lambda: ticket.tell(where="turn")):
             ticket.tell(where="first")
@@ -313,17 +295,17 @@ class LiveRun(ipywidgets.VBox):
             finally:
                 ticket.while_stoppable(None)
 
-    def _publish(self, watched: _Watched, values: dict[str, Any]) -> None:
+    def _publish(self, watched: WatchedRun, values: dict[str, Any]) -> None:
         self._where = values.get("where", self._where)
         self._draw(watched)
         if "run" in values:
             self._keep(watched, values["run"])
 
-    def _finish(self, watched: _Watched, run: Run) -> None:
+    def _finish(self, watched: WatchedRun, run: Run) -> None:
         self._draw(watched)
         self._keep(watched, run)
 
-    def _draw(self, watched: _Watched) -> None:
+    def _draw(self, watched: WatchedRun) -> None:
         step, loads, n_first = watched.last()
         self.set_trait("text", "".join(watched.parts))
         self._text.value = text_html(watched.prompt, self.text)
@@ -352,28 +334,11 @@ class LiveRun(ipywidgets.VBox):
         self.set_trait("note", watched.note)
         self._set_status()
 
-    def _keep(self, watched: _Watched, run: Run) -> None:
+    def _keep(self, watched: WatchedRun, run: Run) -> None:
         self.set_trait("run", run)
-        self.set_trait("note", self._note_of(run))
+        self.set_trait("note", note_of(run))
         self._numbers.value = numbers_html(run.summary.prefill, run.summary.decode)
-        self._summary.value = (
-            f"<details open><summary>the run</summary>{run._repr_html_()}</details>"
-        )
-
-    def _note_of(self, run: Run) -> str:
-        summary: Summary = run.summary
-        notes = ["lossless"] if summary.lossless else [f"lossy: {summary.policy}"]
-        if summary.width_changed:
-            model = summary.n_expert_used_model
-            notes.append(f"n_expert_used={summary.n_expert_used} of the model's {model}")
-        if not summary.lossless and not summary.fired:
-            notes.append(
-                f"the policy never fired: it looked at {summary.counters.examined} slots and "
-                "changed none, so this run equals the lossless one"
-            )
-        if not run.complete:
-            notes.append("cut short")
-        return "; ".join(notes)
+        self._summary.value = summary_html(run)
 
     # -- what is said --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bmoe_lab.errors import PolicyNeverFiredWarning, SessionError
-from bmoe_lab.routing import Counters, DropCold
+from bmoe_lab.routing import Counters, DropCold, RoutingPolicy
 from bmoe_lab.run import Run, Summary
 from bmoe_lab.runtime.account import PhaseTotals
 from bmoe_lab.runtime.step import Step
@@ -182,6 +182,61 @@ def test_at_the_end_there_are_run_trace_and_summary():
     assert live._bar.bar_style == "success"
     assert live._bar.value == 2
     assert repr(live) == "<LiveRun: done: 3 tokens, ended by n_predict>"
+
+
+def test_policy_is_a_text_that_can_be_edited():
+    session = FakeSession()
+    live = LiveRun(session)
+    assert live._policy_box.value == "Lossless()"
+    live._policy_box.value = "DropCold(0.5)"
+    assert live.policy == DropCold(0.5)
+    live.policy = DropCold(0.25)
+    assert live._policy_box.value == "DropCold(frac=0.25)"
+    live._policy_box.value = ""
+    assert live.policy is None
+    live.policy = DropCold(0.25)
+    live.start()
+    live.wait(LONG)
+    assert session.asked[-1][-1] == DropCold(0.25)
+
+
+def test_policy_text_that_says_none_is_refused_not_run_as_the_one_before():
+    session = FakeSession()
+    live = LiveRun(session, policy=DropCold(0.5))
+    live._policy_box.value = "DropCald(0.5)"
+    live.start()
+    assert live.wait(LONG) == "failed"
+    assert "Did you mean 'DropCold'" in live.error
+    assert session.asked == []
+    live._policy_box.value = "DropCold(frac=0.5)"
+    live.start()
+    assert live.wait(LONG) == "done"
+    assert session.asked[-1][-1] == DropCold(0.5)
+
+
+def test_policy_of_the_users_own_stays_until_its_text_is_changed():
+    class Mine(RoutingPolicy):
+        def __init__(self, n=2):
+            self.n = n
+
+        def weigh(self, routing):
+            return None
+
+    policy = Mine(3)
+    live = LiveRun(FakeSession(), policy=policy)
+    assert live._policy_box.value == "Mine(n=3)"
+    live._policy_box.value = "Mine(n=4)"
+    assert live._policy_box.error
+    live._policy_box.value = "Mine(n=3)"
+    assert (live.policy, live._policy_box.error) == (policy, "")
+
+
+def test_every_suggested_policy_is_one():
+    live = LiveRun(FakeSession())
+    for text in live._policy_box.options:
+        live._policy_box.value = text
+        assert live._policy_box.error == ""
+        assert repr(live.policy) == text or live.policy is None
 
 
 def test_before_the_first_run_there_is_nothing_but_a_sentence():
