@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         schema,
         tables,
         testing,
+        widgets,
     )
     from bmoe_lab.comparison.comparing import compare
     from bmoe_lab.converters import (
@@ -77,6 +78,7 @@ __all__ = [
     "to_moe_trace",
     "to_parquet",
     "to_routed_experts",
+    "widgets",
 ]
 
 _MODULES = {
@@ -90,6 +92,7 @@ _MODULES = {
     "schema",
     "tables",
     "testing",
+    "widgets",
 }
 _HOME = {
     "Run": "bmoe_lab.run",

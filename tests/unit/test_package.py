@@ -14,6 +14,7 @@ HEAVY = (
     "numba",
     "llama_cpp",
     "plotly",
+    "anywidget",
     "ipywidgets",
     "pyarrow",
     "zarr",
