@@ -81,19 +81,18 @@ def plot_roofline(
     balance = compute * rate
     far = _far(read, demand, balance)
     unit, unit_name = theme.byte_unit(far)
+    notes = [
+        _headline(number, str(found.attrs["binding"])),
+        _sources(found, compute, rate),
+        theme.run_note(trace.attrs),
+    ]
     figure = theme.figure(
         title=f"Speed against the physical limit, {phase}",
-        subtitle=_headline(number, str(found.attrs["binding"])),
+        subtitle=" · ".join(note for note in notes if note),
         x_title=f"expert bytes read per token ({unit_name})",
         y_title="tokens per second",
         height=520,
     )
-    figure.layout.title.subtitle.text += "<br>" + theme.escape(
-        " · ".join(
-            part for part in (_sources(found, compute, rate), theme.run_note(trace.attrs)) if part
-        )
-    )
-    figure.update_layout(margin_t=104)
     size = np.unique(np.append(np.linspace(0, far, _POINTS), balance if balance < far else 0.0))
     seconds = size / rate if np.isfinite(rate) else np.zeros_like(size)
     lines = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import json
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ import plotly.graph_objects as go
 __all__ = [
     "BLUE",
     "CATEGORIES",
+    "GREEN",
     "GREY",
     "ORANGE",
     "PURPLE",
@@ -46,6 +48,10 @@ GRID = "rgba(128,134,144,0.22)"
 
 CATEGORIES = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
 SEQUENTIAL = "Viridis"
+
+# Letters of a subtitle that fit a page 700 pixels wide, and the height of one more line.
+_WIDTH = 100
+_LINE = 16
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "pentagon")
 
@@ -111,6 +117,21 @@ def byte_unit(largest: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
+def _wrapped(subtitle: str) -> list[str]:
+    """Return the lines of a subtitle, broken between its notes where there is room for that."""
+    lines: list[str] = []
+    for part in subtitle.split(" · ") if subtitle else []:
+        if lines and len(lines[-1]) + 3 + len(part) <= _WIDTH:
+            lines[-1] += f" · {part}"
+        else:
+            lines += textwrap.wrap(part, _WIDTH)
+    return lines
+
+
+def _first_and_more(n_line: int) -> int:
+    return 24 + (n_line - 1) * _LINE if n_line else 0
+
+
 def figure(
     *,
     title: str,
@@ -125,7 +146,8 @@ def figure(
     Parameters
     ----------
     title, subtitle, x_title, y_title : str
-        Plain text: escaped here. Axis titles carry their unit.
+        Plain text: escaped here. Axis titles carry their unit. A long subtitle is broken into
+        lines, between its notes (" · ") if possible.
     height : int, default 420
         Height in pixels; the width follows the page.
     legend : bool, default True
@@ -138,8 +160,10 @@ def figure(
         "xanchor": "left",
         "font": {"size": 17},
     }
+    lines = _wrapped(subtitle)
     if subtitle:
-        heading["subtitle"] = {"text": escape(subtitle), "font": {"size": 12, "color": TEXT}}
+        text = "<br>".join(escape(line) for line in lines)
+        heading["subtitle"] = {"text": text, "font": {"size": 12, "color": TEXT}}
     axis = {
         "gridcolor": GRID,
         "linecolor": TEXT,
@@ -155,8 +179,8 @@ def figure(
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         colorway=list(CATEGORIES),
-        height=height,
-        margin={"l": 64, "r": 24, "t": 84 if subtitle else 60, "b": 56},
+        height=height + max(0, len(lines) - 1) * _LINE,
+        margin={"l": 64, "r": 24, "t": 60 + _first_and_more(len(lines)), "b": 56},
         xaxis={**axis, "title": {"text": escape(x_title), "standoff": 10, "font": font}},
         yaxis={**axis, "title": {"text": escape(y_title), "standoff": 10, "font": font}},
         showlegend=legend,
