@@ -363,7 +363,7 @@ def test_stop_while_another_widget_has_the_session_ends_only_the_waiting():
     first.start()
     assert session.here.wait(LONG)
     second.start()
-    until(second, "status", lambda status: "waiting for the session" in status)
+    until(second, "status", lambda status: "another run has it" in status)
     second.stop()
     assert second.wait(LONG) == "stopped"
     assert second.status == "stopped before it began"
