@@ -52,6 +52,8 @@ SEQUENTIAL = "Viridis"
 # Letters of a subtitle that fit a page 700 pixels wide, and the height of one more line.
 _WIDTH = 100
 _LINE = 16
+# Space for the title, for what a page's tools cover, and for a label over the axes.
+_TOP = 72
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "pentagon")
 
@@ -128,10 +130,6 @@ def _wrapped(subtitle: str) -> list[str]:
     return lines
 
 
-def _first_and_more(n_line: int) -> int:
-    return 24 + (n_line - 1) * _LINE if n_line else 0
-
-
 def figure(
     *,
     title: str,
@@ -158,6 +156,11 @@ def figure(
         "x": 0.0,
         "xref": "paper",
         "xanchor": "left",
+        # From the top down, so that more lines of subtitle grow towards the margin made for them.
+        "yref": "container",
+        "y": 1.0,
+        "yanchor": "top",
+        "pad": {"t": 26},
         "font": {"size": 17},
     }
     lines = _wrapped(subtitle)
@@ -180,7 +183,7 @@ def figure(
         plot_bgcolor="rgba(0,0,0,0)",
         colorway=list(CATEGORIES),
         height=height + max(0, len(lines) - 1) * _LINE,
-        margin={"l": 64, "r": 24, "t": 60 + _first_and_more(len(lines)), "b": 56},
+        margin={"l": 64, "r": 24, "t": _TOP + len(lines) * _LINE, "b": 56},
         xaxis={**axis, "title": {"text": escape(x_title), "standoff": 10, "font": font}},
         yaxis={**axis, "title": {"text": escape(y_title), "standoff": 10, "font": font}},
         showlegend=legend,
