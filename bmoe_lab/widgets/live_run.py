@@ -111,7 +111,7 @@ class LiveRun(ipywidgets.VBox):
     ) -> None:
         self._session = session
         self._job = Job()
-        self._watched = WatchedRun("", "")
+        self._step: Step | None = None
         self._where = self._phase = ""
         self._figure = FigureView(sentence(_IDLE, title="Misses per layer"))
         super().__init__(
@@ -240,7 +240,7 @@ class LiveRun(ipywidgets.VBox):
         lossless = policy is None or getattr(policy, "lossless", False)
         note = "lossless" if lossless else f"lossy: {policy!r}"
         watched = WatchedRun(self.prompt, "" if wrong else note)
-        self._watched, self._where, self._phase = watched, "first", ""
+        self._where, self._phase = "first", ""
         self.set_trait("run", None)
         self._summary.value = ""
         self._draw(watched)
@@ -307,6 +307,10 @@ class LiveRun(ipywidgets.VBox):
 
     def _draw(self, watched: WatchedRun) -> None:
         step, loads, n_first = watched.last()
+        # The figure comes last: it takes longest, and the words should agree with the numbers.
+        self._step = step
+        self._set_status()
+        self.set_trait("note", watched.note)
         self.set_trait("text", "".join(watched.parts))
         self._text.value = text_html(watched.prompt, self.text)
         if step is None:
@@ -331,8 +335,6 @@ class LiveRun(ipywidgets.VBox):
                 keep_view=step.phase == self._phase,
             )
             self._phase = step.phase
-        self.set_trait("note", watched.note)
-        self._set_status()
 
     def _keep(self, watched: WatchedRun, run: Run) -> None:
         self.set_trait("run", run)
@@ -358,7 +360,7 @@ class LiveRun(ipywidgets.VBox):
         self.set_trait("status", self._status_of(self.state))
 
     def _status_of(self, state: str) -> str:
-        step = self._watched.step
+        step = self._step
         if state == "idle":
             return _IDLE
         if state == "failed":

@@ -146,6 +146,14 @@ def until(live, name, right):
     live.unobserve(look, name)
 
 
+def drawn(live):
+    """Return the shape of the map that is shown, empty while a sentence stands there."""
+    data = live._figure.figure["data"]
+    if not data:
+        return ()
+    return tuple(int(n) for n in data[0]["z"]["shape"].split(","))
+
+
 # -- a run that ends well ------------------------------------------------------------------------
 
 
@@ -251,7 +259,8 @@ def test_while_it_runs_it_says_how_far_it_is_and_what_it_reads():
     live = LiveRun(session)
     live.start()
     assert session.here.wait(LONG)
-    until(live, "status", lambda status: status == "decode: 4 of 8 tokens")
+    until(live._figure, "version", lambda version: drawn(live) == (N_LAYER, 4))
+    assert live.status == "decode: 4 of 8 tokens"
     assert live.text == "abcd"
     assert (live._bar.value, live._bar.max) == (4, 8)
     assert live.state == "running"
@@ -261,8 +270,6 @@ def test_while_it_runs_it_says_how_far_it_is_and_what_it_reads():
     # four tokens in 0.4 s, nine hits of twelve lookups, 1 MiB each; five tokens of 5 MiB before
     for cell in (">4<", ">10.0<", ">75.0 %<", ">1.00<", ">5<", ">0.0 %<", ">4.0 MiB<", ">5.0 MiB<"):
         assert cell in numbers
-    heatmap = live._figure.figure["data"][0]
-    assert heatmap["z"]["shape"] == f"{N_LAYER}, 4"
     session.go.set()
     assert live.wait(LONG) == "done"
     assert not live._run_button.disabled
@@ -273,7 +280,8 @@ def test_prefill_is_shown_apart_from_decode():
     session = FakeSession(at=1)
     live = LiveRun(session)
     live.start()
-    until(live, "status", lambda status: status == "prefill: 5 of 5 tokens")
+    until(live._figure, "version", lambda version: drawn(live) == (N_LAYER, 1))
+    assert live.status == "prefill: 5 of 5 tokens"
     assert live._figure.figure["layout"]["title"]["text"] == "Misses per layer, prefill"
     assert "–" in live._numbers.value  # nothing is known of the decode
     session.go.set()
