@@ -8,6 +8,7 @@ from __future__ import annotations
 from bmoe_lab.plots.budget_curve import plot_budget_curve
 from bmoe_lab.plots.cell_scores import plot_cell_scores
 from bmoe_lab.plots.coactivation import plot_coactivation
+from bmoe_lab.plots.divergence_along_text import plot_divergence_along_text
 from bmoe_lab.plots.entropy import plot_entropy
 from bmoe_lab.plots.expert_load import plot_expert_load
 from bmoe_lab.plots.expert_use import plot_expert_use
@@ -25,6 +26,7 @@ __all__ = [
     "plot_budget_curve",
     "plot_cell_scores",
     "plot_coactivation",
+    "plot_divergence_along_text",
     "plot_entropy",
     "plot_expert_load",
     "plot_expert_use",
