@@ -16,6 +16,7 @@ from bmoe_lab.plots.heatmap import plot_heatmap
 from bmoe_lab.plots.hit_rate import plot_hit_rate
 from bmoe_lab.plots.nll_along_text import plot_nll_along_text
 from bmoe_lab.plots.overlap import plot_overlap
+from bmoe_lab.plots.policy_effect import plot_policy_effect
 from bmoe_lab.plots.quality_vs_bytes import plot_quality_vs_bytes
 from bmoe_lab.plots.reuse_distance import plot_reuse_distance
 from bmoe_lab.plots.roofline import plot_roofline
@@ -34,6 +35,7 @@ __all__ = [
     "plot_hit_rate",
     "plot_nll_along_text",
     "plot_overlap",
+    "plot_policy_effect",
     "plot_quality_vs_bytes",
     "plot_reuse_distance",
     "plot_roofline",
