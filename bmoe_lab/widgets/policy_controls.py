@@ -164,7 +164,7 @@ def control_of(parameter: Parameter, value: Any) -> Any:
             min=low,
             max=high,
             step=(high - low) / 100 or 0.01,
-            readout_format=".3~f",
+            readout_format=".3f",
             **common,
         )
     if parameter.kind == "fixed":
