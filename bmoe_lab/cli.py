@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bmoe_lab._version import __version__
+from bmoe_lab.cli_report import add_report_command
 from bmoe_lab.cli_simulation import add_commands
 from bmoe_lab.errors import BmoeLabError
 from bmoe_lab.sizes import format_size
@@ -423,3 +424,4 @@ def _size_range(sizes: list[int]) -> str:
 
 
 add_commands(app)
+add_report_command(app)

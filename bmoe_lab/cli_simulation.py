@@ -16,7 +16,7 @@ from bmoe_lab.sizes import format_size
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["add_commands"]
+__all__ = ["add_commands", "read_trace", "trace_label"]
 
 TraceFile = Annotated[
     Path,
@@ -155,7 +155,7 @@ def sweep(
 
     if save is not None:
         check_grid_path(save)
-    sources: dict[str, Any] = {_label(path, traces): read_trace(path) for path in traces}
+    sources: dict[str, Any] = {trace_label(path, traces): read_trace(path) for path in traces}
     sizes: Any = [_size(size) for size in budget or ()]
     if sizes and n_budget is not None:
         raise SettingsError(
@@ -191,7 +191,7 @@ def sweep(
         sys.exit(130)  # as any interrupted program
 
 
-def _label(path: Path, paths: list[Path]) -> str:
+def trace_label(path: Path, paths: list[Path]) -> str:
     """Return the shortest name that tells a file from the others."""
     stems = [other.name.split(".")[0] for other in paths]
     stem = path.name.split(".")[0]

@@ -79,5 +79,6 @@ def test_every_command_is_in_the_readme_or_help():
 
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert names == {
-        "demo", "record", "score", "compare", "replay", "sweep", "recover", "info", "doctor",
+        "demo", "record", "score", "compare", "replay", "sweep", "report", "recover", "info",
+        "doctor",
     }  # fmt: skip

@@ -14,6 +14,7 @@ from bmoe_lab.errors import SchemaError
 from bmoe_lab.report import report_html, write_report
 from bmoe_lab.testing.traces import make_trace
 from tests.unit.comparison_data import make_tree
+from tests.unit.edge_traces import EDGE_TRACES
 
 
 class Page(HTMLParser):
@@ -46,6 +47,10 @@ def without_library(page: str) -> str:
     return page[:start] + page[page.index("</script>", start) :]
 
 
+def figures_of(parsed: Page) -> list[dict[str, str | None]]:
+    return [attrs for _, attrs in parsed.tags if attrs.get("class") == "plotly-graph-div"]
+
+
 def test_report_of_a_comparison_is_one_small_file_that_loads_nothing():
     page = report_html(make_tree())
     assert len(page.encode()) < 6 * 10**6
@@ -61,17 +66,20 @@ def test_report_of_a_comparison_is_one_small_file_that_loads_nothing():
 def test_report_lists_experts_of_one_map_only_and_not_of_a_large_one(monkeypatch):
     """Hover text of every cell of every map would take the page over its limit."""
     tree = make_tree()
-    assert without_library(report_html(tree)).count("experts ") in range(240, 260)  # 80 x 3 cells
-    monkeypatch.setattr("bmoe_lab.report._HOVER_CELLS", 239)
-    assert without_library(report_html(tree)).count("experts ") < 20
+    listed = re.compile(r"experts \d")
+    # 80 x 3 cells, fewer by the prompt's tokens that the last layer did not route.
+    assert len(listed.findall(without_library(report_html(tree)))) == 80 * 3 - 7
+    monkeypatch.setattr("bmoe_lab.report.page._HOVER_CELLS", 239)
+    assert listed.findall(without_library(report_html(tree))) == []
 
 
 def test_report_of_a_comparison_shows_table_figures_and_marks():
     tree = make_tree(warnings=json.dumps(["Idle() never fired: it looked at 8 slots"]))
     parsed = Page(report_html(tree))
-    figures = [a for t, a in parsed.tags if a.get("class") == "plotly-graph-div"]
-    assert len(figures) == 7  # quality, text, hit rate, misses, load, two policies
-    assert len({figure["id"] for figure in figures}) == 7
+    figures = figures_of(parsed)
+    # Quality, text, hit rate, misses, two policies; eight about the routing.
+    assert len(figures) == 14
+    assert len({figure["id"] for figure in figures}) == 14
     assert "lossy: DropCold(frac=0.75)" in parsed.text
     assert "NEVER FIRED" in parsed.text
     assert "Idle() never fired: it looked at 8 slots" in parsed.text
@@ -114,8 +122,7 @@ def test_report_text_of_a_trace_cannot_become_markup(make):
 
 def test_report_of_a_trace_draws_its_figures():
     parsed = Page(report_html(make_trace(n_token=40, policy="drop")))
-    figures = [a for t, a in parsed.tags if a.get("class") == "plotly-graph-div"]
-    assert len(figures) == 4
+    assert len(figures_of(parsed)) == 11
     assert "lossy: DropCold(0.75)" in parsed.text
     assert "What the policy changed" in parsed.text
 
@@ -162,5 +169,104 @@ def test_write_report_where_nothing_can_be_written_is_an_os_error(tmp_path):
 
 def test_report_ids_are_the_same_every_time():
     page = report_html(make_trace(n_token=20))
-    assert re.findall(r'id="(figure-\d+)"', page) == ["figure-1", "figure-2", "figure-3"]
+    assert re.findall(r'id="(figure-\d+)"', page) == [f"figure-{number}" for number in range(1, 11)]
     assert page == report_html(make_trace(n_token=20))
+
+
+@pytest.mark.parametrize("name", EDGE_TRACES)
+def test_report_of_a_trace_at_the_edges_has_a_figure_or_a_sentence_in_each_section(name):
+    trace = EDGE_TRACES[name]()
+    parsed = Page(report_html(trace))
+    headings = sum(tag == "h2" for tag, _ in parsed.tags) - 1  # the settings
+    instead = sum(attrs.get("class") == "instead" for _, attrs in parsed.tags)
+    assert len(figures_of(parsed)) + instead == headings >= 10
+    assert ("No figure:" in parsed.text) == (instead > 0)
+    assert instead < headings or name == "empty"
+
+
+def test_report_says_what_a_trace_lacks_in_the_place_of_the_figure():
+    trace = make_trace(n_token=20).drop_vars(["residency", "piece"])
+    text = Page(report_html(trace)).text
+    place = text[text.index("What it missed") : text.index("Hit rate per layer")]
+    assert "No figure:" in place
+    assert "residency" in place
+    assert "'piece'" in text[text.index("Along the text") :]
+
+
+def test_report_leaves_out_a_figure_that_is_too_large_and_says_so(monkeypatch):
+    monkeypatch.setattr("bmoe_lab.report.figures.MAX_FIGURE_BYTES", 100)
+    parsed = Page(report_html(make_trace(n_token=20)))
+    assert figures_of(parsed) == []
+    assert parsed.text.count("MB to the page; draw it in a notebook.") == 10
+
+
+def test_report_of_512_experts_stays_small():
+    trace = make_trace(n_token=60, n_layer=4, n_expert=512, n_used=10, scores=True)
+    assert len(report_html(trace).encode()) < 6.5 * 10**6
+
+
+def test_report_of_several_compares_them_first_and_embeds_plotly_once():
+    data = {
+        "short": make_trace(n_token=20, seed=1),
+        "cut": make_trace(n_token=40, policy="drop", seed=2),
+        "priced": make_tree(),
+    }
+    data["cut"].attrs["complete"] = 0
+    page = report_html(data)
+    assert page.count("plotly.js v") == 1
+    assert len(page.encode()) < 8 * 10**6
+    parsed = Page(page)
+    ids = [attrs["id"] for attrs in figures_of(parsed)]
+    assert len(set(ids)) == len(ids) == 10 + 11 + 14
+    links = [attrs["href"] for tag, attrs in parsed.tags if tag == "a"]
+    assert links == ["#part-1", "#part-2", *["#part-3"] * 5]
+    assert {"part-1", "part-2", "part-3"} <= {attrs.get("id") for _, attrs in parsed.tags}
+    first = parsed.text.index("What it missed")
+    table = parsed.text[:first]
+    rate = f"{100 * float(data['short'].moe.hit_rate()):.1f} %"
+    for words in ("short", "cut", "priced: lossless again", rate, "incomplete run"):
+        assert words in table
+
+
+def test_report_of_several_shows_unknown_as_unknown():
+    known = make_trace(n_token=20, n_prefill=4)
+    unknown = known.drop_vars(["residency", "read_bytes", "expert_bytes", "weight_chosen"])
+    del unknown.attrs["cache_budget_bytes"]
+    page = report_html({"known": known, "unknown": unknown})
+    row = page[page.index(">unknown</a>") :]
+    cells = re.findall(r"<td>(.*?)</td>", row[: row.index("</tr>")])
+    assert cells[5:9] == ["–"] * 4  # budget, cycle, hit rate, bytes
+    assert not any(cell.startswith(("0 B", "0.0", "nan")) for cell in cells)
+
+
+def test_report_of_several_says_that_models_differ():
+    one, two = make_trace(n_token=20), make_trace(n_token=20)
+    assert "models differ" not in report_html([one, two])
+    two.attrs["model_fingerprint"] = "other"
+    assert "models differ" in report_html([one, two])
+
+
+def test_report_of_one_in_a_list_is_that_of_the_trace():
+    trace = make_trace(n_token=20)
+    assert report_html([trace]) == report_html(trace) == report_html({"x": trace})
+
+
+def test_report_of_several_escapes_their_names():
+    nasty = "<img src=x onerror=alert(1)>"
+    page = without_library(report_html({nasty: make_trace(20), "b": make_trace(20, seed=1)}))
+    assert "<img" not in page
+    assert page.count("&lt;img src=x onerror=alert(1)&gt;") == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "at least one trace or comparison; got none"),
+        ({}, "at least one trace or comparison; got none"),
+        ("trace.nc", "data must be a trace or a comparison; got str"),
+        ({"good": make_trace(20), "bad": 3}, r"data\['bad'\] must be a trace .* got int"),
+    ],
+)
+def test_report_of_several_refuses_what_is_no_trace(data, message):
+    with pytest.raises(SchemaError, match=message):
+        report_html(data)
