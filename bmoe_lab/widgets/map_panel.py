@@ -95,9 +95,15 @@ class MapPanel(ipywidgets.VBox):
         return next(iter(self._text_values), None)
 
     def _text(self, value: str | None, tokens: Window) -> go.Figure:
-        return plot_token_text(
+        figure = plot_token_text(
             self._trace, value=value or "misses", tokens=tokens, max_tokens=_MAX_TEXT
         )
+        # A view sends the arrays of the data as bytes, those of the layout only as lists; plotly
+        # keeps what is there if the new values are equal.
+        rows = [int(row) for row in figure.layout.yaxis.tickvals]
+        figure.layout.yaxis.tickvals = None
+        figure.layout.yaxis.tickvals = rows
+        return figure
 
     def _zoomed(self, change: Any) -> None:
         axes = {name: ends for name, ends in change.new.items() if name in ("xaxis", "yaxis")}

@@ -83,7 +83,7 @@ class TraceSummary(ipywidgets.VBox):
             tooltip="budget of the cache that the verdict is about",
             continuous_update=False,
             style={"description_width": "initial"},
-            layout=ipywidgets.Layout(width="330px"),
+            layout=ipywidgets.Layout(width="400px"),
         )
         self._button = ipywidgets.Button(
             description="Is there a hot set?",

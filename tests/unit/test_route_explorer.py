@@ -157,6 +157,12 @@ def test_text_under_the_axis_and_below_the_map(explorer, trace):
     assert len(text["text"]) == 12
 
 
+def test_rows_of_the_text_reach_the_page_as_numbers(explorer):
+    """As base64 text, the page could not draw the figure."""
+    rows = explorer.map_panel.text.view.figure["layout"]["yaxis"]["tickvals"]
+    assert rows == list(range(len(rows)))
+
+
 def test_buttons_move_by_half_and_show_the_whole(explorer):
     explorer.tokens = (20, 40)
     earlier, later, whole = explorer.children[1].children[2:]
