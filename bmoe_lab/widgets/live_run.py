@@ -20,9 +20,10 @@ from bmoe_lab.errors import (
 from bmoe_lab.plots import theme
 from bmoe_lab.plots.live_activity import plot_live_activity
 from bmoe_lab.plots.sentence import sentence
+from bmoe_lab.routing import ModelFacts
 from bmoe_lab.widgets.figure_view import FigureView
 from bmoe_lab.widgets.job import Job, Ticket
-from bmoe_lab.widgets.policy_box import PolicyBox
+from bmoe_lab.widgets.policy_picker import PolicyPicker
 from bmoe_lab.widgets.run_html import note_of, numbers_html, summary_html, text_html
 from bmoe_lab.widgets.watched_run import WatchedRun
 
@@ -120,6 +121,8 @@ class LiveRun(ipywidgets.VBox):
         self.children = self._controls()
         self.observe(self._say, ("status", "error", "note"))
         self._job.observe(self._on_state, "state")
+        self._picker.observe(lambda change: self.set_trait("error", change.new), "error")
+        self.set_trait("error", self._picker.error)
         try:
             self._n_predict.max = session.n_ctx
         except SessionError as error:
@@ -169,8 +172,8 @@ class LiveRun(ipywidgets.VBox):
                 "seed",
             ),
         ]
-        self._policy_box = PolicyBox(self.policy)
-        traitlets.link((self, "policy"), (self._policy_box, "policy"))
+        self._picker = PolicyPicker(_facts_of(self._session), self.policy)
+        traitlets.link((self, "policy"), (self._picker, "policy"))
         prompt = ipywidgets.Textarea(
             value=self.prompt,
             description="prompt",
@@ -197,7 +200,8 @@ class LiveRun(ipywidgets.VBox):
         self._summary = ipywidgets.HTML()
         return [
             linked(prompt, "prompt"),
-            ipywidgets.HBox([*controls, self._policy_box], layout=_ROW),
+            ipywidgets.HBox(controls, layout=_ROW),
+            self._picker,
             ipywidgets.HBox([self._run_button, self._stop_button, self._bar], layout=_ROW),
             self._status,
             ipywidgets.HBox(
@@ -235,8 +239,8 @@ class LiveRun(ipywidgets.VBox):
             "seed": self.seed,
             "policy": policy,
         }
-        # Neither the policy before the edit nor none at all is what was meant.
-        wrong = self._policy_box.error
+        # Neither the policy before nor none at all is what was chosen.
+        wrong = self._picker.error
         lossless = policy is None or getattr(policy, "lossless", False)
         note = "lossless" if lossless else f"lossy: {policy!r}"
         watched = WatchedRun(self.prompt, "" if wrong else note)
@@ -404,3 +408,18 @@ class LiveRun(ipywidgets.VBox):
 
     def __repr__(self) -> str:
         return f"<LiveRun: {self.status}>"
+
+
+def _facts_of(session: Session) -> ModelFacts | None:
+    """Return what a policy may ask of the session's model; None once it is closed."""
+    try:
+        info = session.info()
+    except SessionError:
+        return None
+    return ModelFacts(
+        n_layer=info["n_layer"],
+        n_expert=info["n_expert"],
+        n_expert_used=info["n_expert_used"],
+        cache_budget=info["cache_budget_bytes"],
+        token_cycle_bytes=info["token_cycle_bytes"],
+    )

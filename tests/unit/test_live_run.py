@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bmoe_lab.errors import PolicyNeverFiredWarning, SessionError
-from bmoe_lab.routing import Counters, DropCold, RoutingPolicy
+from bmoe_lab.routing import CachePrior, Counters, DropCold, RoutingPolicy
 from bmoe_lab.run import Run, Summary
 from bmoe_lab.runtime.account import PhaseTotals
 from bmoe_lab.runtime.step import Step
@@ -77,6 +77,15 @@ class FakeSession:
         self.here, self.go = threading.Event(), threading.Event()
         self.at = at  # the number of the step before which it stands still
         self.stops = 0
+
+    def info(self):
+        return {
+            "n_layer": N_LAYER,
+            "n_expert": 16,
+            "n_expert_used": 4,
+            "cache_budget_bytes": 1 << 20,
+            "token_cycle_bytes": 1 << 18,
+        }
 
     def stop(self):
         self.stops += 1
@@ -192,37 +201,52 @@ def test_at_the_end_there_are_run_trace_and_summary():
     assert repr(live) == "<LiveRun: done: 3 tokens, ended by n_predict>"
 
 
-def test_policy_is_a_text_that_can_be_edited():
+def test_policy_is_chosen_and_its_parameters_set_with_controls():
     session = FakeSession()
     live = LiveRun(session)
-    assert live._policy_box.value == "Lossless()"
-    live._policy_box.value = "DropCold(0.5)"
-    assert live.policy == DropCold(0.5)
-    live.policy = DropCold(0.25)
-    assert live._policy_box.value == "DropCold(frac=0.25)"
-    live._policy_box.value = ""
-    assert live.policy is None
-    live.policy = DropCold(0.25)
+    assert (live._picker.menu.value, live.policy) == ("lossless", None)
+    live._picker.menu.value = "DropCold"
+    live._picker.controls["frac"].value = 0.25
+    assert live.policy == DropCold(0.25)
+    live._picker.controls["prefill"].value = True
+    assert live.policy == DropCold(0.25, prefill=True)
     live.start()
     live.wait(LONG)
-    assert session.asked[-1][-1] == DropCold(0.25)
+    assert session.asked[-1][-1] == DropCold(0.25, prefill=True)
+    live._picker.menu.value = "lossless"
+    assert live.policy is None
+    assert live._picker.controls == {}
 
 
-def test_policy_text_that_says_none_is_refused_not_run_as_the_one_before():
+def test_policy_set_from_python_is_shown():
+    live = LiveRun(FakeSession(), policy=DropCold(0.5))
+    assert live._picker.menu.value == "DropCold"
+    assert live._picker.controls["frac"].value == 0.5
+    live.policy = CachePrior(0.3, keep=2)
+    assert live._picker.menu.value == "CachePrior"
+    assert live._picker.controls["keep"].value == 2
+    assert live.policy == CachePrior(0.3, keep=2)
+    live.policy = None
+    assert (live._picker.menu.value, live._picker.controls) == ("lossless", {})
+
+
+def test_policy_that_cannot_be_made_is_refused_not_run_as_the_one_before():
     session = FakeSession()
     live = LiveRun(session, policy=DropCold(0.5))
-    live._policy_box.value = "DropCald(0.5)"
+    live._picker.menu.value = "Buddy"  # needs a table
+    assert "Buddy: needs an array" in live._status.value
     live.start()
     assert live.wait(LONG) == "failed"
-    assert "Did you mean 'DropCold'" in live.error
+    assert live.error.startswith("Buddy: needs an array (table)")
     assert session.asked == []
-    live._policy_box.value = "DropCold(frac=0.5)"
+    live._picker.menu.value = "DropCold"
+    assert live.error == ""
     live.start()
     assert live.wait(LONG) == "done"
-    assert session.asked[-1][-1] == DropCold(0.5)
+    assert isinstance(session.asked[-1][-1], DropCold)
 
 
-def test_policy_of_the_users_own_stays_until_its_text_is_changed():
+def test_policy_of_the_users_own_gets_controls_too():
     class Mine(RoutingPolicy):
         def __init__(self, n=2):
             self.n = n
@@ -232,19 +256,22 @@ def test_policy_of_the_users_own_stays_until_its_text_is_changed():
 
     policy = Mine(3)
     live = LiveRun(FakeSession(), policy=policy)
-    assert live._policy_box.value == "Mine(n=3)"
-    live._policy_box.value = "Mine(n=4)"
-    assert live._policy_box.error
-    live._policy_box.value = "Mine(n=3)"
-    assert (live.policy, live._policy_box.error) == (policy, "")
+    assert live.policy is policy
+    assert (live._picker.menu.value, live._picker.controls["n"].value) == ("Mine", 3)
+    live._picker.controls["n"].value = 4
+    assert live.policy == Mine(4)
 
 
-def test_every_suggested_policy_is_one():
+def test_every_listed_policy_is_one_or_says_why_not():
     live = LiveRun(FakeSession())
-    for text in live._policy_box.options:
-        live._policy_box.value = text
-        assert live._policy_box.error == ""
-        assert repr(live.policy) == text or live.policy is None
+    refused = []
+    for name in live._picker.menu.options:
+        live._picker.menu.value = name
+        if live._picker.error:
+            refused.append(name)
+        elif name != "lossless":
+            assert type(live.policy).__name__ == name
+    assert refused == ["Buddy", "SensitivitySkip"]
 
 
 def test_before_the_first_run_there_is_nothing_but_a_sentence():
@@ -488,7 +515,11 @@ def test_closed_session_is_a_sentence():
         def n_ctx(self):
             raise SessionError("session must be open; got a closed one.")
 
+        def info(self):
+            raise SessionError("session must be open; got a closed one.")
+
     live = LiveRun(Closed())
+    assert live._picker.menu.options == ("lossless",)
     assert "session must be open" in live._status.value
 
 
