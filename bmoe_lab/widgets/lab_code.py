@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from bmoe_lab import residency as residency_policies
@@ -18,10 +19,13 @@ numbers = {
         "read_bytes_per_token": float(bl.metrics.read_bytes_per_token(run, phase=phase)),
         "drop_rate": float(bl.metrics.drop_rate(run, phase=phase)),
         "substitution_rate": float(bl.metrics.substitution_rate(run, phase=phase)),
-    }
+%s    }
     for name, run in runs.items()
 }
 """
+_WEIGHTS = (
+    '        "weight_discarded_frac": float(bl.metrics.weight_discarded_frac(run, phase=phase)),\n'
+)
 
 
 def code_of(
@@ -29,6 +33,7 @@ def code_of(
     *,
     baseline: Setting | None,
     phase: str,
+    weights: bool = True,
     live: list[Setting] | None = None,
     text: Any = None,
 ) -> str:
@@ -42,6 +47,8 @@ def code_of(
         Of the first one.
     phase : str
         Tokens counted.
+    weights : bool, default True
+        Whether the trace knows the router's weights.
     live, text : list of Setting and str, optional
         What was scored with the model.
 
@@ -61,7 +68,7 @@ def code_of(
     for name, setting in named.items():
         lines.append(f"    {name!r}: {_replay(setting, notes)},")
     lines += ["}", f"phase = {phase!r}"]
-    text_of_code = "\n".join(lines) + "\n" + _NUMBERS.lstrip("\n")
+    text_of_code = "\n".join(lines) + "\n" + _NUMBERS.lstrip("\n") % (_WEIGHTS if weights else "")
     if live:
         text_of_code += _live(live, text, notes)
     return "".join(f"# {note}\n" for note in dict.fromkeys(notes)) + text_of_code
@@ -107,8 +114,6 @@ def _policy(policy: Any, notes: list[str]) -> str:
 
 
 def _is_default(cls: type, name: str, value: Any) -> bool:
-    import inspect
-
     default = inspect.signature(cls).parameters[name].default
     return default is not inspect.Parameter.empty and default == value
 

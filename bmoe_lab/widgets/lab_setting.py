@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -86,8 +86,8 @@ class Outcome:
     """
 
     setting: Setting
-    trace: xr.Dataset
-    effect: Effect
+    trace: xr.Dataset = field(repr=False)
+    effect: Effect = field(repr=False)
     fired: bool | None
     counterfactual: bool
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class Pinned:
 
     name: str
     setting: Setting
-    outcome: Outcome
+    outcome: Outcome = field(repr=False)
     slot: int
 
     @property
@@ -260,6 +260,7 @@ class PolicyLab(ipywidgets.VBox):
             settings,
             baseline=None if baseline is None else baseline.setting,
             phase=outcome.effect.phase,
+            weights="weight_chosen" in self._replays.trace.variables,
             live=self._scored if self._tree is not None else None,
             text=self._scored_text if self._tree is not None else None,
         )
@@ -876,8 +877,6 @@ def _own_label(policy: Any) -> str:
 
 
 def _with_budget(facts: Any, budget: int | None) -> Any:
-    from dataclasses import replace
-
     return replace(facts, cache_budget=budget)
 
 
