@@ -29,7 +29,7 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int 
     def cells(tag: str, texts: Sequence[str]) -> str:
         return "".join(
             f"<{tag} style='text-align:{'left' if column < left else 'right'};padding:1px 7px;"
-            f"white-space:pre'>{escape(text)}</{tag}>"
+            f"white-space:{'pre' if tag == 'td' else 'normal'}'>{escape(text)}</{tag}>"
             for column, text in enumerate(texts)
         )
 

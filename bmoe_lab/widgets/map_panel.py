@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MapPanel"]
 
+_NO_TEXT = "No text was recorded with this trace (record_text=True, the default, keeps it)."
+
 # As much text as is read at a glance; more would push the cell's panel out of sight.
-_MAX_TEXT = 240
+_MAX_TEXT = 200
+
+# Characters per row and their size: a row fits the figure in a tab of a page of 800 pixels.
+_TEXT_WIDTH, _TEXT_SIZE = 64, 11
 
 
 class MapPanel(ipywidgets.VBox):
@@ -60,13 +65,18 @@ class MapPanel(ipywidgets.VBox):
         self.map.view.observe(self._zoomed, "view")
         self.map.view.observe(self._pointed, "clicked")
         self.text.view.observe(self._read, "clicked")
-        super().__init__([self.map.view, self.text.view])
+        # A figure of its own for the sentence would push the cell's panel out of sight.
+        self._has_text = "piece" in trace.coords
+        below = self.text.view if self._has_text else ipywidgets.HTML(f"<i>{_NO_TEXT}</i>")
+        super().__init__([self.map.view, below])
 
     def refresh(self, selection: Selection) -> None:
         """Draw what has changed."""
         s = selection
         window = (s.value, s.phase, s.tokens, s.layers)
         self.map.update((*window, s.cell), lambda: self._marked(selection, window))
+        if not self._has_text:
+            return
         value = self._text_value(s.value)
         self.text.update((value, s.tokens), lambda: self._text(value, s.tokens))
 
@@ -96,8 +106,13 @@ class MapPanel(ipywidgets.VBox):
 
     def _text(self, value: str | None, tokens: Window) -> go.Figure:
         figure = plot_token_text(
-            self._trace, value=value or "misses", tokens=tokens, max_tokens=_MAX_TEXT
+            self._trace,
+            value=value or "misses",
+            tokens=tokens,
+            max_tokens=_MAX_TEXT,
+            width=_TEXT_WIDTH,
         )
+        figure.data[0].textfont.size = _TEXT_SIZE
         # A view sends the arrays of the data as bytes, those of the layout only as lists; plotly
         # keeps what is there if the new values are equal.
         rows = [int(row) for row in figure.layout.yaxis.tickvals]

@@ -281,9 +281,8 @@ class RouteExplorer(ipywidgets.VBox):
         elif self.tab == 2:
             self.layers_panel.refresh(selection)
         if self.expert is not None:
-            layer, expert = self.expert
             # Says that a clicked bar did something, without leaving what is looked at.
-            self._tabs.set_title(1, f"Expert {expert} of layer {layer}")
+            self._tabs.set_title(1, f"Expert {self.expert[1]}")
         code = escape(self.code)
         self._code.value = (
             "<details><summary>this in code</summary>"

@@ -163,6 +163,12 @@ def test_rows_of_the_text_reach_the_page_as_numbers(explorer):
     assert rows == list(range(len(rows)))
 
 
+def test_trace_without_text_says_so_in_a_line():
+    panel = RouteExplorer(EDGE_TRACES["no text"]()).map_panel
+    assert "No text was recorded" in panel.children[1].value
+    assert panel.text.view.version == 0
+
+
 def test_buttons_move_by_half_and_show_the_whole(explorer):
     explorer.tokens = (20, 40)
     earlier, later, whole = explorer.children[1].children[2:]
