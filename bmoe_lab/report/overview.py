@@ -20,16 +20,15 @@ __all__ = ["overview_html"]
 _UNKNOWN = "–"
 _HEADINGS = (
     "trace",
-    "model",
     "run",
-    "decoded",
+    "tokens",
     "layers",
     "experts",
     "cache",
     "token cycle",
     "hit rate",
     "read/token",
-    "shared with last token",
+    "shared",
     "weight lost",
 )
 
@@ -51,22 +50,24 @@ def overview_html(data: Mapping[str, xr.Dataset | xr.DataTree]) -> str:
     body = []
     models = set()
     for number, (name, one) in enumerate(data.items(), start=1):
+        model = ""
         for label, trace in _runs(one):
             models.add(str(trace.attrs.get("model_fingerprint", trace.attrs.get("model_name", ""))))
             shown = name if label is None else f"{name}: {label}"
+            above, model = model, str(trace.attrs.get("model_name", _UNKNOWN))
+            below = "" if model == above else f'<br><span class="note">{html.escape(model)}</span>'
             cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(trace))
-            body.append(
-                f'<tr><th><a href="#part-{number}">{html.escape(shown)}</a></th>{cells}</tr>'
-            )
+            link = f'<a href="#part-{number}">{html.escape(shown)}</a>'
+            body.append(f"<tr><th>{link}{below}</th>{cells}</tr>")
     caption = (
-        "Of the decode. Shared with last token: experts that the token before used too. A dash is "
-        "what a trace does not say."
+        "Of the decode. Shared: experts that the token before used too. A dash is what a trace "
+        "does not say."
     )
     if len(models) > 1:
         caption += " The models differ: their bytes and rates answer different questions."
     return (
-        f'<div class="scroll"><table><caption>{caption}</caption><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        f'<div class="scroll"><table class="overview"><caption>{caption}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
@@ -81,9 +82,8 @@ def _cells(trace: xr.Dataset) -> list[str]:
     decoded = int((trace["phase"].values == Phase.decode).sum())
     budget = trace.attrs.get("cache_budget_bytes")
     return [
-        str(trace.attrs.get("model_name", _UNKNOWN)),
         theme.run_note(trace.attrs) or _UNKNOWN,
-        f"{decoded:,} tokens",
+        f"{decoded:,}",
         str(trace.sizes["layer"]),
         f"{trace.sizes['slot']} of {trace.attrs['n_expert']}",
         _UNKNOWN if budget is None else format_size(int(budget)),

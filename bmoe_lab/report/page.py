@@ -51,10 +51,11 @@ caption { caption-side: bottom; text-align: left; padding: 8px 0;
 th, td { padding: 4px 8px; text-align: right; vertical-align: top;
   border-bottom: 1px solid light-dark(#e3e6e9, #2c3238); white-space: nowrap; }
 th:first-child, .facts th, .facts td { text-align: left; white-space: normal; }
+.overview td:nth-child(2), .overview th:nth-child(2) { text-align: left; white-space: normal; }
 tbody th { font-weight: 500; } tr.lossless th { font-weight: 700; }
 tr.control, tr.noise-floor { color: light-dark(#5c636b, #9aa1a9); }
 tr.never-fired { color: #d55e00; }
-.facts td { overflow-wrap: anywhere; }
+.facts th { white-space: nowrap; } .facts td { overflow-wrap: anywhere; }
 """.strip()
 
 

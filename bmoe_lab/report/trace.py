@@ -30,14 +30,12 @@ def trace_body(trace: xr.Dataset, figures: Figures) -> str:
     parts += [
         figures.section(
             "What it missed",
-            "Experts that were not in memory when a layer asked for them, token by token: stripes "
-            "along a layer are experts thrown out too early, columns are tokens that were new.",
+            "Experts that were not in memory when a layer asked for them, token by token.",
             partial(plots.plot_heatmap, trace, max_hover_cells=figures.hover_cells),
         ),
         figures.section(
             "Hit rate per layer",
-            "Share of lookups that found their expert in memory: low layers are where the drive "
-            "works.",
+            "Share of lookups that found their expert in memory: where it is low, the drive works.",
             partial(plots.plot_hit_rate, trace, phase=phase),
         ),
     ]
@@ -74,7 +72,7 @@ def routing_sections(trace: xr.Dataset, figures: Figures) -> list[str]:
         figures.section(
             "Which experts go together",
             f"Pairs of experts of layer {layer} that one token uses: above 1 more often than "
-            "chance, so fetching one foretells the other.",
+            "chance, which is what storing them side by side could use.",
             partial(plots.plot_coactivation, trace, layer=layer, phase=phase),
         ),
         figures.section(
@@ -85,8 +83,8 @@ def routing_sections(trace: xr.Dataset, figures: Figures) -> list[str]:
         ),
         figures.section(
             "How sure the router is",
-            "Entropy of its choice per layer: where it is high the experts are nearly equal, and a "
-            "swap should cost little.",
+            "Entropy of its choice per layer: where it is high its experts are nearly equal in its "
+            "eyes.",
             partial(plots.plot_entropy, trace, phase=phase),
         ),
         figures.section(

@@ -235,7 +235,7 @@ def test_report_of_several_shows_unknown_as_unknown():
     page = report_html({"known": known, "unknown": unknown})
     row = page[page.index(">unknown</a>") :]
     cells = re.findall(r"<td>(.*?)</td>", row[: row.index("</tr>")])
-    assert cells[5:9] == ["–"] * 4  # budget, cycle, hit rate, bytes
+    assert cells[4:8] == ["–"] * 4  # budget, cycle, hit rate, bytes
     assert not any(cell.startswith(("0 B", "0.0", "nan")) for cell in cells)
 
 
