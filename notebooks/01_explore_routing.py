@@ -19,6 +19,8 @@
 # whether the experts that are not in memory can be dropped cheaply.
 
 # %%
+import numpy as np
+
 import bmoe_lab as bl
 
 session = bl.Session(bl.datasets.demo_model(), cache="2 MiB", n_threads=1)
@@ -35,11 +37,28 @@ run = session.generate("In the beginning", n_predict=64, record="scores")
 run
 
 # %% [markdown]
+# The same as something to watch: change the prompt or the policy, run, stop. The run goes on in a
+# thread; `live.trace` is what it recorded.
+
+# %%
+live = bl.widgets.LiveRun(session)
+live
+
+# %% [markdown]
 # The trace is an xarray Dataset: one row per routed token, one column per expert layer, one slot per
 # expert used. What the router chose and what ran are kept apart; in a lossless run they are equal.
 
 # %%
 run.trace
+
+# %% [markdown]
+# ## Look around
+#
+# Zoom into the map, choose what a cell shows, click on a cell for its slots and on a slot for the use
+# of that expert. Below are the same figures one by one.
+
+# %%
+bl.widgets.RouteExplorer(run.trace)
 
 # %% [markdown]
 # ## Is there a hot set?
@@ -53,8 +72,8 @@ run.trace.moe.plot.heatmap()
 run.trace.moe.plot.expert_load()
 
 # %% [markdown]
-# Consecutive tokens share experts more in the later layers. Random choice would share `k / n_expert`
-# of them.
+# Consecutive tokens share experts, more in some layers than in others. Random choice would share
+# `k / n_expert` of them.
 
 # %%
 overlap = run.trace.moe.consecutive_overlap(by="layer")
@@ -126,10 +145,26 @@ mine
 
 # %% [markdown]
 # ## Answer
-#
-# The load is nearly level over the experts, so there is no hot set to pin; locality lies in
-# consecutive tokens, and grows with depth. Dropping cold experts saves reads at a price that the
-# table above puts in numbers, and that price is lower than for dropping as many at random.
 
 # %%
-session.close()
+quarter = run.trace.attrs["n_expert"] // 4
+shares = np.sort(run.trace.moe.expert_load().values, axis=1)[:, -quarter:].sum(axis=1)
+table = tree.moe.table()
+paid = table[table.arm_kind == "policy"]
+saved = 1 - paid.read_bytes_per_token / table.read_bytes_per_token["lossless"]
+print(f"a layer's {quarter} most used experts serve {shares.min():.0%} to {shares.max():.0%} of it")
+print(
+    f"a token shares {float(overlap.min()):.0%} to {float(overlap.max()):.0%} with the one before"
+)
+for name, row in paid.iterrows():
+    print(f"{name}: reads {saved[name]:.0%} less for {row.delta_nll:+.4f} nat per token")
+for line in bl.tables.control_lines(tree):
+    print(line)
+
+# %% [markdown]
+# Layers differ: where a few experts serve most of a layer there is something to pin, elsewhere what
+# helps is that consecutive tokens share experts. Dropping cold experts saves reads at a price, and
+# the line about its control says whether the choice of slots is better than dice. All of this is one
+# short text of one small model.
+#
+# The widgets need the session open, so it stays open here; `session.close()` ends it.

@@ -156,6 +156,15 @@ for frac in (0.25, 0.5, 0.75, 1.0):
 dropped.attrs["counterfactual"]
 
 # %% [markdown]
+# ### By hand
+#
+# Policies, budget and parameters as controls: each change replays the trace. *Show code* gives the
+# Python that makes the numbers again.
+
+# %%
+bl.widgets.PolicyLab(imported)
+
+# %% [markdown]
 # The same drops with the recorded residency left standing (static replay) are another estimate: it cannot
 # know that a cache which is asked for less also holds something else. The run on the model is the
 # measurement.

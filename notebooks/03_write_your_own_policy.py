@@ -93,6 +93,13 @@ for policy in policies:
     print(f"{policy!s:32} reads avoided {1 - read / base:6.1%}  weight lost {lost:6.1%}  {marked}")
 
 # %% [markdown]
+# The same by hand, with your policy in the list and its `share` as a control:
+
+# %%
+lab = bl.widgets.PolicyLab(session, policies=[CoverThenResident], text=text)
+lab
+
+# %% [markdown]
 # ## The price
 #
 # `compare` reads the same tokens losslessly, then losslessly again (the noise floor: what differs
@@ -130,6 +137,5 @@ for line in bl.tables.control_lines(tree):
 # The interval of the cost says whether there is one on this text, the line about the control whether
 # the policy's choice of slots is worth more than dice. One text of one small model: what holds here
 # need not hold on yours.
-
-# %%
-session.close()
+#
+# The widget needs the session open, so it stays open here; `session.close()` ends it.

@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom; its committed .ipynb is made from its text."""
 
+import re
 from pathlib import Path
 
 import jupytext
@@ -8,6 +9,9 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.py"))
+WIDGET = "application/vnd.jupyter.widget-view+json"
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+
 # Read back by data frames: tables are all that it shows.
 WITHOUT_FIGURE = {"04_export_and_read_back"}
 
@@ -33,6 +37,12 @@ def test_notebook_runs_and_shows_something(path, tmp_path):
     kinds = {kind for output in outputs for kind in output.get("data", {})}
     assert "text/html" in kinds
     assert path.stem in WITHOUT_FIGURE or "application/vnd.plotly.v1+json" in kinds
+    # Without a browser a widget is there all the same, with its state.
+    widgets = [o for o in outputs if WIDGET in o.get("data", {})]
+    shown = re.findall(r"^(?:\w+ = )?bl\.widgets\.\w+\(", path.read_text(), re.MULTILINE)
+    assert len(widgets) == len(shown)
+    state = notebook.metadata.get("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
+    assert {o["data"][WIDGET]["model_id"] for o in widgets} <= set(state)
     assert not [output for output in outputs if output.output_type == "error"]
     assert not [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]
 
