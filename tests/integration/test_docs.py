@@ -8,7 +8,7 @@ import pytest
 import bmoe_lab as bl
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/replay.md"]
+PAGES = ["README.md", "docs/lab.md", "docs/replay.md"]
 BLOCKS = [
     (page, number, block)
     for page in PAGES
@@ -74,10 +74,23 @@ def test_links_lead_somewhere(page):
     assert [t for t in targets if not ((ROOT / page).parent / t).exists()] == []
 
 
+@pytest.mark.parametrize("widget", ["LiveRun", "PolicyLab", "RouteExplorer"])
+def test_lab_page_lists_a_widget_and_its_traits(widget):
+    """Those of its own class: ipywidgets has many more."""
+    page = (ROOT / "docs/lab.md").read_text()
+    assert f"| `bl.widgets.{widget}(" in page
+    section = page.split(f"\n## {widget}\n")[1].split("\n## ")[0]
+    traits = getattr(bl.widgets, widget).class_own_traits()
+    missing = [name for name in traits if not name.startswith("_") and f"`{name}`" not in section]
+    assert missing == []
+
+
 def test_every_command_is_in_the_readme_or_help():
     from bmoe_lab.cli import app
 
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in names if f"| `bmoe-lab {name}" not in readme] == []
     assert names == {
         "demo", "record", "score", "compare", "replay", "sweep", "report", "recover", "info",
         "doctor",
