@@ -114,7 +114,7 @@ class FigureView(anywidget.AnyWidget):
         # The template repeats plotly's defaults, 6 kB of them.
         layout.pop("template", None)
         with self.hold_sync():
-            self.figure = {"data": _binary(drawn["data"]), "layout": layout, "config": _CONFIG}
+            self.figure = _binary({"data": drawn["data"], "layout": layout}) | {"config": _CONFIG}
             self.version = version
 
     def __repr__(self) -> str:

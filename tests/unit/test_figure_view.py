@@ -19,6 +19,13 @@ def test_show_sends_arrays_as_bytes():
     np.testing.assert_array_equal(np.frombuffer(sent["bdata"], sent["dtype"]), values.ravel())
 
 
+def test_show_sends_arrays_of_the_layout_as_bytes_too():
+    figure = _figure(np.zeros((2, 2)))
+    figure.update_xaxes(tickvals=np.arange(2))
+    sent = FigureView(figure).figure["layout"]["xaxis"]["tickvals"]
+    assert isinstance(sent["bdata"], bytes)
+
+
 def test_show_sends_one_message_per_figure():
     view = FigureView(_figure(np.zeros((2, 2))))
     sent = []
