@@ -10,14 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bmoe_lab.widgets.compare_view import CompareView
     from bmoe_lab.widgets.figure_view import FigureView
     from bmoe_lab.widgets.live_run import LiveRun
     from bmoe_lab.widgets.policy_lab import PolicyLab
     from bmoe_lab.widgets.route_explorer import RouteExplorer
 
-__all__ = ["FigureView", "LiveRun", "PolicyLab", "RouteExplorer"]
+__all__ = ["CompareView", "FigureView", "LiveRun", "PolicyLab", "RouteExplorer"]
 
 _HOME = {
+    "CompareView": "bmoe_lab.widgets.compare_view",
     "FigureView": "bmoe_lab.widgets.figure_view",
     "LiveRun": "bmoe_lab.widgets.live_run",
     "PolicyLab": "bmoe_lab.widgets.policy_lab",
