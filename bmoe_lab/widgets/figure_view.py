@@ -88,7 +88,7 @@ class FigureView(anywidget.AnyWidget):
     library = traitlets.Instance(Widget).tag(sync=True, **widget_serialization)
 
     # plotly keeps what a person zoomed to for as long as this stays the same.
-    _revision = 0
+    _revision = 1  # 0 would mean that nothing is kept
 
     def __init__(self, figure: go.Figure | None = None) -> None:
         super().__init__(library=_plotly_library())
