@@ -139,7 +139,11 @@ function render({ model, el }) {
         el.dataset.shown = version;
         try {
           const { data, layout, config } = unpacked(model.get("figure"));
-          if (!data) break;
+          if (!data) {
+            // Nothing to show yet is shown too.
+            el.dataset.drawn = version;
+            break;
+          }
           const Plotly = await plotlyOf(model);
           if (closed) return;
           await Plotly.react(place, data, { ...layout, autosize: layout.width === undefined }, config);

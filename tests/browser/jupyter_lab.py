@@ -28,6 +28,19 @@ FLAGS = (
 START_S = 60
 CELLS_S = 120
 DRAW_S = 60
+POLL_MS = 250
+QUIET_POLLS = 12
+
+# A cell shows its number once it has run: [*] until then, [ ] before.
+PROGRESS = """() => {
+    const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
+        .map(e => e.textContent);
+    const status = document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status;
+    return {
+        waiting: prompts.filter(text => !/\\[\\d+\\]/.test(text)).length,
+        busy: status !== 'idle' || prompts.some(text => text.includes('*')),
+    };
+}"""
 
 
 def find_chromium():
@@ -176,24 +189,19 @@ class LabPage:
     def run_all(self):
         """Run every cell; wait until the kernel is idle and every figure in the page drawn."""
         self._wait_for_idle(START_S)
-        started = self.page.locator(".jp-CodeCell .jp-InputPrompt", has_text=re.compile(r"[*\d]"))
-        deadline = time.monotonic() + START_S
-        # The menu is there before what it does: until then a click on it has no effect.
-        while not started.count():
-            assert time.monotonic() < deadline, "the notebook could not be run"
-            self.page.keyboard.press("Escape")
-            self.page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
-            self.page.locator(".lm-Menu-itemLabel", has_text="Run All Cells").first.click()
-            self.page.wait_for_timeout(1500)
-        n_code = self.page.locator(".jp-CodeCell").count()
-        # A cell shows its number once it has run: [*] until then.
-        self.page.wait_for_function(
-            """n => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]
-                .filter(e => /\\[\\d+\\]/.test(e.textContent)).length >= n
-                || document.querySelector('.jp-RenderedText[data-mime-type*="stderr"]')""",
-            arg=n_code,
-            timeout=1000 * CELLS_S,
-        )
+        deadline = time.monotonic() + CELLS_S
+        quiet = QUIET_POLLS
+        while (state := self.page.evaluate(PROGRESS))["waiting"]:
+            assert time.monotonic() < deadline, f"cells were not run: {self.trouble()}"
+            # The menu is there before what it does, and cells asked for while the page still
+            # connects to its kernel are forgotten: then nothing runs, and they are asked for again.
+            quiet = 0 if state["busy"] else quiet + 1
+            if quiet > QUIET_POLLS:
+                quiet = 0
+                self.page.keyboard.press("Escape")
+                self.page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
+                self.page.locator(".lm-Menu-itemLabel", has_text="Run All Cells").first.click()
+            self.page.wait_for_timeout(POLL_MS)
         self.settle()
 
     def settle(self):
